@@ -39,6 +39,7 @@ from .event_loop import acquire_event_loop
 from .exchanged_values import parse_list, unexpected_value
 from .host_identity import HostIdentity, can_share_loopback, gather_consenting_hosts, listen
 from .inheritance import at_fork
+from .round_trips import round_trip_s
 from .security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
 from .socket_peers import address_of_peer, is_of_same_user
 from .torch_types import TorchStore
@@ -60,7 +61,7 @@ MESSAGE_TIMEOUT_S = 5.0
 """Seconds that this rank takes to say goodbye."""
 
 TOKEN_TIMEOUT_S = 2.0
-"""Seconds that a new connection may take to say its token, the handshake of TLS included."""
+"""Seconds that a new connection may take to say its token, with the handshake of TLS, besides two round trips."""
 
 MAX_UNADMITTED = 1024
 """Connections that may not have said their token yet; further ones are closed. All ranks may connect at once. If
@@ -287,7 +288,7 @@ class FailureDetector:
             ValueError: it does not say who it is, or the rank has a connection: _RefusedError if it may know that.
             OSError: it takes too long, the handshake of TLS fails, or the peer has left.
         """
-        async with asyncio.timeout(TOKEN_TIMEOUT_S):
+        async with asyncio.timeout(TOKEN_TIMEOUT_S + 2 * round_trip_s(writer.get_extra_info("socket"))):
             if self._identity is not None:  # at once, before anything is read
                 await writer.start_tls(self._identity.server_context())
                 if SHARED_HOST_NAME not in certified_names(writer.get_extra_info("ssl_object").getpeercert()):

@@ -14,6 +14,7 @@ The kernel removes a namespace with the last process in it, so nothing is left h
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import queue
 import socket
@@ -45,6 +46,9 @@ NOBODY = "02:00:00:00:00:99"
 
 Frames = queue.SimpleQueue[tuple[float, bytes] | None]
 """Frames and when they are due; None at the end."""
+
+MAX_QUEUE_S = 0.5
+"""Seconds for which a packet waits at most for a slow line."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -107,9 +111,15 @@ class Network:
         """Has packets from one host to another arrive again."""
         self.ip(source, f"neigh del {self.address(target)} dev eth0")
 
-    def delay(self, host: int, seconds: float) -> None:
-        """Adds a latency, in seconds, to each packet to the host and to each from it."""
-        self._switch.run(_add_latency, f"port{host}", seconds)
+    def delay(self, host: int, seconds: float, bytes_per_s: float = math.inf) -> None:
+        """Adds a latency, in seconds, to each packet to the host and to each from it.
+
+        Args:
+            host: its number.
+            seconds: of each packet; a round trip takes twice that.
+            bytes_per_s: in each direction. Packets that would have to wait for more than `MAX_QUEUE_S` are lost.
+        """
+        self._switch.run(_add_latency, f"port{host}", seconds, bytes_per_s)
 
     def end_delay(self, host: int) -> None:
         """Removes the latency of a host. Packets that are on their way are lost."""
@@ -177,7 +187,7 @@ def _enter(pid: int, own: frozenset[str]) -> None:
         os.close(namespace)
 
 
-def _add_latency(port: str, seconds: float) -> None:
+def _add_latency(port: str, seconds: float, bytes_per_s: float) -> None:
     """Puts two interfaces between a port and the bridge, with threads that carry frames between them, delayed."""
     near, far = _tap(f"{port}-near"), _tap(f"{port}-far")
     _ip_here(f"link add {port}-slow up type bridge")
@@ -186,7 +196,7 @@ def _add_latency(port: str, seconds: float) -> None:
     _ip_here(f"link set {port}-far master bridge up")
     for source, target in ((near, far), (far, near)):
         frames: Frames = queue.SimpleQueue()
-        threading.Thread(target=_read_frames, args=(source, frames, seconds), daemon=True).start()
+        threading.Thread(target=_read_frames, args=(source, frames, seconds, bytes_per_s), daemon=True).start()
         threading.Thread(target=_write_frames, args=(target, frames), daemon=True).start()
 
 
@@ -209,11 +219,15 @@ def _tap(name: str) -> int:
     return tap
 
 
-def _read_frames(source: int, frames: Frames, seconds: float) -> None:
+def _read_frames(source: int, frames: Frames, seconds: float, bytes_per_s: float) -> None:
+    line_is_free = 0.0
     try:
         while True:
-            frame = os.read(source, 2**16)
-            frames.put((time.monotonic() + seconds, frame))
+            frame = os.read(source, 2**17)
+            now = time.monotonic()
+            if line_is_free < now + MAX_QUEUE_S:
+                line_is_free = max(now, line_is_free) + len(frame) / bytes_per_s
+                frames.put((line_is_free + seconds, frame))
     except OSError:
         frames.put(None)
 

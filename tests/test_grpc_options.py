@@ -12,10 +12,10 @@ from grpc._cython import cygrpc
 OPTIONS = {
     name
     for options in (
-        settings.CLIENT_OPTIONS,
-        settings.SERVER_OPTIONS,
+        settings.client_options(1.0),
+        settings.server_options(1.0, 5.0),
         store_client._CLIENT_OPTIONS,
-        store_server.server_options(StoreLimits()),
+        store_server.server_options(StoreLimits(), "localhost"),
     )
     for name, _ in options
 }

@@ -22,6 +22,7 @@ from ..addresses import format_address, is_loopback, is_numeric, resolve
 from ..descriptors import half_of_descriptors
 from ..inheritance import note_listener
 from ..listening import ListenSettings
+from ..round_trips import MAX_ROUND_TRIP_S
 from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from .durable import DurableState
 from .limits import MAX_BYTES, StoreLimits
@@ -49,7 +50,7 @@ LISTENER = "store"
 """What the audit log calls it."""
 
 HANDSHAKE_TIMEOUT_S = 2.0
-"""Seconds that a new connection may take until it speaks HTTP/2."""
+"""Seconds that a new connection may take until it speaks HTTP/2, besides a round trip by the network for TLS."""
 
 IDLE_TIMEOUT_S = 3600.0
 """Seconds after which a connection without a call in flight is closed. Clients close theirs after half of it."""
@@ -140,7 +141,7 @@ class StoreServer:
             "Pop": grpc.stream_stream_rpc_method_handler(self._serve_pop, response_serializer=serializer),
         }
         server = grpc.aio.server(
-            options=server_options(self._limits),
+            options=server_options(self._limits, host),
             maximum_concurrent_rpcs=self._limits.max_waiting + self._limits.max_connections,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -357,11 +358,12 @@ async def _serve_clock(_request: bytes, _context: "_Context") -> Outcome:
     return Outcome(number=time.time_ns())
 
 
-def server_options(limits: StoreLimits) -> list[tuple[str, int]]:
+def server_options(limits: StoreLimits, host: str) -> list[tuple[str, int]]:
     """Returns the server's options for gRPC; the constants are read here, so that tests can change them."""
+    handshake_s = HANDSHAKE_TIMEOUT_S + (0.0 if is_loopback(host) else MAX_ROUND_TRIP_S)
     return [
         *_SERVER_OPTIONS,
-        ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_TIMEOUT_S)),
+        ("grpc.server_handshake_timeout_ms", round(1000 * handshake_s)),
         ("grpc.max_connection_idle_ms", round(1000 * IDLE_TIMEOUT_S)),
         ("grpc.keepalive_time_ms", round(1000 * KEEPALIVE_INTERVAL_S)),
         ("grpc.keepalive_timeout_ms", round(1000 * KEEPALIVE_TIMEOUT_S)),  # for a host that is gone

@@ -43,7 +43,10 @@ from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
 __all__ = ["RetryingControlMessages"]
 
 ATTEMPT_TIMEOUT_S = 5.0
-"""Seconds that one attempt waits for its acknowledgement."""
+"""Seconds that the first attempt waits for its acknowledgement. Each later one waits twice as long: the link may
+be slow."""
+
+MAX_ATTEMPT_TIMEOUT_S = 300.0
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
@@ -326,7 +329,8 @@ class RetryingControlMessages:
             envelope.control.CopyFrom(header)
 
         payloads = [sent.payload for sent in batch.messages]
-        request = Request(CONTROL, payloads, timeout=ATTEMPT_TIMEOUT_S, header=add_header)
+        seconds = min(MAX_ATTEMPT_TIMEOUT_S, ATTEMPT_TIMEOUT_S * 2 ** min(batch.attempts - 1, 16))
+        request = Request(CONTROL, payloads, timeout=seconds, header=add_header)
         try:
             future = self._agent.request(batch.queue.worker, request)
         except Exception as error:  # of a value that does not pickle, or of whatever else cannot be made or sent

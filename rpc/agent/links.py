@@ -29,10 +29,14 @@ CHECK_S = 0.1
 """Seconds after which a worker whose connection broke is suspect, if it is not connected again or lost by then."""
 
 PROBE_TIMEOUT_S = 2.0
-"""Seconds in which the host of a suspect worker has to answer."""
+"""Seconds in which the host of a suspect worker has to answer the first probe. Each later one has twice as long,
+up to `suspect_after`, which a round trip may take."""
 
 DIAL_TIMEOUT_S = 10.0
-"""Seconds that a suspect worker that listens may take to let this one in."""
+"""Seconds that a suspect worker that listens may take to let this one in, at the first attempt. Each later one has
+twice as long, up to DIAL_ROUND_TRIPS times `suspect_after`."""
+
+DIAL_ROUND_TRIPS = 5
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -350,26 +354,30 @@ class Links:
 
     async def _heal(self, link: _Link) -> None:
         """Connects to a worker again and again, until it is back or lost, which ends this."""
-        pause = FIRST_PAUSE_S
+        pause, round_trip = FIRST_PAUSE_S, self._liveness.suspect_after
+        probe_s, dial_s = PROBE_TIMEOUT_S, DIAL_TIMEOUT_S
         while True:
-            found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
+            found = await probe(self._loop, self._endpoint.reach, link.address, probe_s)
             if found is Reach.LISTENING:
-                if await self._attempt(link):
+                if await self._attempt(link, dial_s):
                     return
+                dial_s = max(dial_s, min(2 * dial_s, DIAL_ROUND_TRIPS * round_trip))
                 # It may have ended just now, and listened a little longer than its connection stood.
-                found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
+                found = await probe(self._loop, self._endpoint.reach, link.address, probe_s)
+            if found is Reach.UNKNOWN:
+                probe_s = max(probe_s, min(2 * probe_s, round_trip))
             if found is Reach.GONE:
                 self._lose_ended(link)
                 return
             await asyncio.sleep(pause)
             pause = min(MAX_PAUSE_S, 2 * pause)
 
-    async def _attempt(self, link: _Link) -> bool:
-        """Returns whether an attempt to connect to a worker has succeeded."""
+    async def _attempt(self, link: _Link, seconds: float) -> bool:
+        """Returns whether an attempt to connect to a worker has succeeded in some time."""
         attempt: asyncio.Future[bool] = self._loop.create_future()
         link.attempt = attempt
         self._owner.connect_again(link.peer)
-        await asyncio.wait((attempt,), timeout=DIAL_TIMEOUT_S)
+        await asyncio.wait((attempt,), timeout=seconds)
         if attempt.done():
             return attempt.result()
         self._owner.break_off(link.peer, "it does not answer")

@@ -99,7 +99,7 @@ class Network:
         self._directory = Directory()
         self._transports: dict[int, Transport] = {}
         self._closing = False
-        self._endpoint = GrpcEndpoint(me.name, options.find_credentials())
+        self._endpoint = GrpcEndpoint(me.name, options.find_credentials(), options.liveness)
         self.audit = self._endpoint.audit
         self._events = acquire_event_loop()
         self._events.run(self._build(group, load_devices))

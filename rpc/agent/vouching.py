@@ -127,7 +127,7 @@ def ask_before_joining(
     """
     events = acquire_event_loop()
     try:
-        endpoint = GrpcEndpoint(name, options.find_credentials())
+        endpoint = GrpcEndpoint(name, options.find_credentials(), options.liveness)
         endpoint.reach = where.reach
         try:
             question = agent_pb2.VouchRequest(group=group, worker_name=name, member_id=worker.wire_id)

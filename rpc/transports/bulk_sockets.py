@@ -10,13 +10,17 @@ import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, final
 
+from ...c10d.round_trips import MAX_ROUND_TRIP_S
 from ...proto.v1 import agent_pb2
 from ..contracts.options import MAX_BULK_CONNECTIONS
 from ..contracts.worker import WorkerInfo
-from .sockets import OFFER_TIMEOUT_S, OfferedSocket, SocketListener
+from .sockets import CONNECT_TIMEOUT_S, DIAL_ROUND_TRIPS, OfferedSocket, SocketListener
 from .tls_socket import AnySocket
 
 __all__ = ["BulkListener", "BulkSockets"]
+
+OFFER_TIMEOUT_S = CONNECT_TIMEOUT_S + (DIAL_ROUND_TRIPS + 1) * MAX_ROUND_TRIP_S
+"""Seconds after which offers are void whose connections have not been made. They cost little but a number."""
 
 
 class BulkListener(Protocol):
@@ -79,31 +83,37 @@ class BulkSockets:
             The number of the bundle, and its connections; none if not all of them can be made.
         """
         bundle = next(self._numbers)
-        request = agent_pb2.BulkRequest(bundle=bundle, connections=count)
+        request, asked = agent_pb2.BulkRequest(bundle=bundle, connections=count), self._loop.time()
         offered = self._requests[peer, bundle] = self._loop.create_future()
         try:
             self._send(peer, agent_pb2.Frame(bulk_request=request))
             offers = await offered
         finally:
             del self._requests[peer, bundle]
-        return bundle, await self._dial(peer, offers[:count], count)
+        round_trip = self._loop.time() - asked
+        return bundle, await self._dial(peer, offers, round_trip) if len(offers) == count else []
 
-    async def _dial(self, peer: int, offers: Sequence[agent_pb2.SocketOffer], count: int) -> list[AnySocket]:
-        """Makes the connections that are offered; returns none if there are fewer than `count`."""
+    async def _dial(
+        self, peer: int, offers: Sequence[agent_pb2.SocketOffer], round_trip: float
+    ) -> list[AnySocket]:
+        """Makes the connections that are offered, all at the same time; returns none if one cannot be made."""
         connections: list[AnySocket] = []
-        try:
-            for offer in offers:
-                dialed = await self._sockets.dial(self._worker_of(peer), [offer])
-                if dialed is None:
-                    break
+
+        async def dial(offer: agent_pb2.SocketOffer) -> None:
+            if (dialed := await self._sockets.dial(self._worker_of(peer), [offer], round_trip)) is not None:
                 connections.append(dialed[1])
-            if len(connections) == count:
-                made, connections = connections, []
-                return made
+
+        made: list[AnySocket] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for offer in offers:
+                    group.create_task(dial(offer))
+            if len(connections) == len(offers):
+                made, connections = connections, made
         finally:
             for connection in connections:
                 connection.close()
-        return []
+        return made
 
     def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
         """Handles the request or the offer in a frame from a peer."""
@@ -145,10 +155,11 @@ class BulkSockets:
         """Waits for the connections that have been offered."""
         is_complete = bool(offered)
         try:
-            while offered:
-                connection = await offered[0].connection(OFFER_TIMEOUT_S)
-                del offered[0]
-                listener.on_connection(peer, bundle, connection)
+            async with asyncio.timeout(OFFER_TIMEOUT_S):
+                while offered:
+                    connection = await offered[0].connection(OFFER_TIMEOUT_S)
+                    del offered[0]
+                    listener.on_connection(peer, bundle, connection)
         except TimeoutError:
             is_complete = False
         finally:

@@ -15,6 +15,7 @@ from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
 
+from ...c10d.socket_peers import process_of_peer
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.poller import READABLE
@@ -105,6 +106,8 @@ class EnvelopeSocket:
         self.poller = executor.poller
         self.descriptor = connection.fileno()
         self._completion = completion
+        self.process = process_of_peer(cast("Any", connection)) if segments is not None else 0
+        """The process at the other end of a unix socket; 0 if it is in another namespace."""
         self.tls = connection if isinstance(connection, TlsSocket) else None
         self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
         self.receive_args: Sequence[tuple[Any, ...]] = RECV_ARGS if segments is None else RECVMSG_ARGS

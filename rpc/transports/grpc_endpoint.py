@@ -1,21 +1,29 @@
 """A worker's gRPC server, on a unix socket or a TCP port, and its channels to other workers."""
 
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
 import grpc
 
+from ...c10d.addresses import is_loopback
 from ...c10d.descriptors import half_of_descriptors
 from ...c10d.inheritance import note_listener, note_peer
+from ...c10d.round_trips import MAX_ROUND_TRIP_S
 from ...c10d.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
 from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
-from .settings import CLIENT_OPTIONS, GRACE_SECONDS, MAX_CONNECTIONS, SERVER_OPTIONS, SERVICE, aio
+from ..contracts.liveness import Liveness
+from .settings import GRACE_SECONDS, MAX_CONNECTIONS, SERVICE, UNIX_PING_S, aio, client_options, server_options
 
-__all__ = ["GrpcEndpoint"]
+__all__ = ["GrpcEndpoint", "address_of"]
 
 TLS_VERSION = b"TLSv1.3"
+
+
+def address_of(context: Any) -> str:
+    """Returns the address at the other end of a call that the server is serving, behind its kind and a colon."""
+    return urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
 
 
 def _reach_nobody(address: str) -> str:
@@ -26,12 +34,13 @@ def _reach_nobody(address: str) -> str:
 class GrpcEndpoint:
     """Used on the event loop only, except the constructor."""
 
-    def __init__(self, worker: str, credentials: Credentials | None) -> None:
+    def __init__(self, worker: str, credentials: Credentials | None, liveness: Liveness | None = None) -> None:
         """Makes an endpoint that does not serve yet.
 
         Args:
             worker: the name of this worker.
             credentials: those of the job; None for connections in the clear that anybody may make.
+            liveness: how long peers may be silent; by default that of the options of a worker.
 
         Raises:
             CredentialsError: the credentials are not valid, or for another worker.
@@ -40,41 +49,51 @@ class GrpcEndpoint:
         """What this worker shows on its connections by TCP, and demands; None without credentials."""
         self.audit = Audit(worker)
         """Records who connects to this worker."""
+        self._liveness = liveness or Liveness()
         self._encrypts = False
         self.reach: Callable[[str], str] = _reach_nobody
         """Returns what to dial for the address of a worker; raises OSError if it is not to be dialled."""
+        self._methods: dict[str, Any] = {}
         self._server: Any = None
         self._file: SocketFile | None = None
 
     def serve(self, methods: dict[str, Any]) -> None:
-        """Makes the server of the agent's gRPC service, which does not listen yet.
+        """Sets what the agent's gRPC service does when it listens.
 
         Args:
             methods: the handlers of the service's methods, by name.
         """
-        limit = ("grpc.max_allowed_incoming_connections", half_of_descriptors(MAX_CONNECTIONS))
-        self._server = aio.server(options=[*SERVER_OPTIONS, limit])
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self._methods = methods
+
+    def _make_server(self, options: Sequence[tuple[str, int]]) -> Any:
+        if self._server is None:  # else it could not listen on another port
+            limit = ("grpc.max_allowed_incoming_connections", half_of_descriptors(MAX_CONNECTIONS))
+            self._server = aio.server(options=[*options, limit])
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._methods),))
+        return self._server
 
     async def listen(self, address: str) -> int:
         """Starts the server on an address. Returns its port."""
         port: int
+        is_local = is_loopback(address.rpartition(":")[0].strip("[]"))
+        server = self._make_server(server_options(self._liveness.heartbeat, 0.0 if is_local else MAX_ROUND_TRIP_S))
         if self.identity is None:
-            port = self._server.add_insecure_port(address)
+            port = server.add_insecure_port(address)
         else:
             self._encrypts = True
             credentials = self.identity.grpc_server_credentials(partial(self.audit.connect, "agent"))
-            port = self._server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, credentials)
         note_listener(self, port, address.rpartition(":")[0].strip("[]"))
-        await self._server.start()
+        await server.start()
         return port
 
     async def listen_for_user(self, directory: SocketDirectory) -> str:
         """Starts the server on a unix socket that only this user can use. Returns its address."""
+        server = self._make_server(server_options(UNIX_PING_S, 0.0))
         self._file = SocketFile(directory)
-        self._server.add_insecure_port(f"{UNIX_SCHEME}{self._file.bind_path}")
+        server.add_insecure_port(f"{UNIX_SCHEME}{self._file.bind_path}")
         self._file.restrict()
-        await self._server.start()
+        await server.start()
         return f"{UNIX_SCHEME}{self._file.path}"
 
     async def stop(self) -> None:
@@ -95,16 +114,18 @@ class GrpcEndpoint:
         Raises:
             OSError: the address is not to be dialled.
         """
-        arguments: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
-        arguments += [(f"grpc.{name}", value) for name, value in options.items()]
         target = self.reach(address)
+        is_unix = target.startswith(UNIX_SCHEME)  # a socket of this user
+        ping_s = UNIX_PING_S if is_unix else self._liveness.heartbeat
+        arguments: list[tuple[str, int | str]] = [*client_options(ping_s)]
+        arguments += [(f"grpc.{name}", value) for name, value in options.items()]
         channel: Any
-        if self.identity is None or target.startswith(UNIX_SCHEME):  # which is a socket of this user
+        if self.identity is None or is_unix:
             channel = aio.insecure_channel(target, options=arguments)
         else:
             arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
             channel = aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)
-        if not target.startswith(UNIX_SCHEME):
+        if not is_unix:
             host, _, port = target.rpartition(":")
             note_peer(channel, int(port), host.strip("[]"))
         return channel
@@ -115,7 +136,7 @@ class GrpcEndpoint:
         Args:
             context: of the call, which the server is serving.
         """
-        peer = urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
+        peer = address_of(context)
         if not self._encrypts:  # else its connection has been recorded
             self.audit.connect("agent", peer)
         return peer

@@ -19,6 +19,7 @@ from typing import Any, final
 
 from google.protobuf.message import DecodeError
 
+from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
@@ -42,6 +43,7 @@ from .grpc_calls import (
     write_frame,
 )
 from .handshake import MAX_CONNECTION
+from .life_signs import has_received, process_at, process_runs
 from .outbox import SENT_TICKET, Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_pulse import StreamPulse
@@ -51,6 +53,9 @@ __all__ = ["GrpcStream"]
 
 BROKEN_SOCKET_GRACE_S = 0.1
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
+
+OPENING_ROUND_TRIPS = 2
+"""Round trips in which a stream is opened, at least: one for TCP, and one for the hello."""
 
 CONFIRM_TIMEOUT_S = 10.0
 """Seconds in which the peer that has opened a stream anew has to go on, once it is welcome."""
@@ -89,7 +94,9 @@ class GrpcStream:
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
         self._socket = StreamSocket(parts, peer, self.outbox, self._on_socket_end)
-        self._pulse = StreamPulse(self.outbox, self._wake.set, self.break_off)
+        self._pulse = StreamPulse(self.outbox, self._wake.set, self.break_off, self._sees_life)
+        self._remote = ""
+        """The address at the other end of the stream, if the peer has opened it."""
 
     @property
     def name(self) -> str:
@@ -199,8 +206,15 @@ class GrpcStream:
         self._state = StreamState.OPEN
         return True
 
-    async def welcome(self, read: Read, write: Write) -> None:
-        """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
+    async def welcome(self, read: Read, write: Write, remote: str) -> None:
+        """Accepts the stream that the peer has opened: offers it a socket, and runs the stream.
+
+        Args:
+            read: reads a frame.
+            write: writes one.
+            remote: the address of the other end, as gRPC tells it.
+        """
+        self._remote = remote.partition(":")[2]
         if (offered := self._socket.offer()) is None:
             self._log_if_grpc()
         try:
@@ -262,6 +276,19 @@ class GrpcStream:
             self._parts.heartbeats.add(self._pulse)
             self._parts.listener.on_opened(self._peer)
 
+    def _sees_life(self, seconds: float) -> bool:
+        """Returns whether the kernel shows that the peer's process runs, or did in the last seconds."""
+        connection = self.outbox.socket
+        if connection is not None and connection.process:
+            return process_runs(connection.process)
+        try:
+            address = self._parts.handshake.endpoint.reach(self._address)
+            if address.startswith(UNIX_SCHEME):
+                return process_runs(process_at(address.removeprefix(UNIX_SCHEME)))
+        except OSError:
+            return False
+        return has_received(self._remote or address, seconds)
+
     def _log_if_grpc(self) -> None:
         if self.outbox.socket is None:
             log_connection(self._parts, self._peer, self._address)
@@ -320,6 +347,7 @@ class GrpcStream:
         async with self._parts.handshake.endpoint.channel(self._peer.name, self._address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
+                began = self._loop.time()
                 hello = agent_pb2.Frame(hello=self._parts.handshake.hello)
                 hello.hello.connection = self.number
                 await write_frame(call, hello.SerializeToString())
@@ -337,18 +365,24 @@ class GrpcStream:
                 self.number = max(self.number, welcome.welcome.connection)
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
                 self._on_opened()
-                if welcome.welcome.sockets:
-                    choice = await self._socket.choose(welcome.welcome.sockets)
-                    await write_frame(call, agent_pb2.Frame(choice=choice).SerializeToString())
-                elif self.number:
+                if self.number:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
-                self._log_if_grpc()
+                if welcome.welcome.sockets:
+                    round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
+                    self._socket.choose(welcome.welcome.sockets, round_trip, self._on_chosen)
+                else:
+                    self._log_if_grpc()
                 await self.run(call.read, lambda data: write_frame(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
                 return True
             finally:
+                self._socket.stop_choosing()
                 call.cancel()
+
+    def _on_chosen(self) -> None:
+        self._wake.set()
+        self._log_if_grpc()
 
     def _wait_for_peer(self) -> None:
         """Waits for the stream that the peer is opening; if none comes, opens one again."""
@@ -370,17 +404,17 @@ class GrpcStream:
     async def _write_frames(self, write: Write) -> None:
         try:
             while True:
-                if not self._socket.is_offered and (frame := self.outbox.next_frame()):
+                if frame := self.outbox.next_frame():
                     await write(frame)
                     self._pulse.has_sent = True
-                elif self.goodbye and not self._socket.is_offered:
+                elif self.goodbye and not self.outbox.is_held:
                     if self.outbox.socket is not None:
                         self.outbox.socket.finish()
                     await write(self.goodbye)
                     return
                 else:
                     self._is_asleep = True
-                    if self.outbox.is_empty or self._socket.is_offered:  # looked at after the flag is set
+                    if self.outbox.is_empty:  # looked at after the flag is set
                         await self._wake.wait()
                     self._is_asleep = False
                     self._wake.clear()

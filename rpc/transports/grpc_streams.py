@@ -8,6 +8,7 @@ import grpc
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from .grpc_calls import StreamParts, welcome_frame
+from .grpc_endpoint import address_of
 from .grpc_stream import GrpcStream
 from .handshake import RefusedError
 
@@ -106,7 +107,7 @@ class GrpcStreams:
         if (reason := stream.outbox.closed_reason) is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it has given this worker up: {reason}")
         if stream.accept(hello.connection):
-            await stream.welcome(context.read, context.write)
+            await stream.welcome(context.read, context.write, address_of(context))
         else:
             await context.write(welcome_frame(duplicate=True))
 

@@ -2,6 +2,8 @@
 
 A timer of the event loop looks at all connections, twice in the time between two heartbeats. It counts only the
 time in which this process runs: neither while it is stopped, nor while the loop has to wait for the interpreter.
+A peer whose process runs, as the kernel shows (life_signs.py), is silent because its program holds the
+interpreter; it has a lease more to say something.
 Workers of one host see each other's pulse instead of sending heartbeats, once both have shown it (pulse.py).
 """
 
@@ -33,6 +35,9 @@ class Watched(Protocol):
 
     def send_heartbeat(self) -> None:
         """Tells the peer that this worker is alive, unless the peer sees that."""
+
+    def sees_life(self, seconds: float) -> bool:
+        """Returns whether the kernel shows that the peer's process runs, or did in the last seconds."""
 
     def on_silent(self, seconds: float) -> None:
         """Handles that nothing has come for so long. Has to `remove` the connection."""
@@ -102,8 +107,15 @@ class Heartbeats:
                 connection.take_sent()  # which counts the heartbeat
             if connection.take_heard() or is_late:
                 state.heard = self._now
-            elif self._now - state.heard >= self._liveness.suspect_after:
+            elif self._is_silent(connection, self._now - state.heard):
                 connection.on_silent(self._now - state.heard)
+
+    def _is_silent(self, connection: Watched, seconds: float) -> bool:
+        liveness = self._liveness
+        if seconds < liveness.suspect_after:
+            return False
+        may_live = seconds < liveness.suspect_after + liveness.lease
+        return not (may_live and connection.sees_life(liveness.suspect_after))
 
 
 def has_unread(descriptor: int) -> bool:

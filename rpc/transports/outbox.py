@@ -36,6 +36,8 @@ class Outbox:
         """Envelopes as fields of a frame, by ticket."""
         self._frames: deque[bytes] = deque()
         """Frames without envelopes. They go by the stream, also if there is a socket."""
+        self.is_held = False
+        """Whether envelopes wait, because it is not known yet whether there will be a socket."""
         self.socket: EnvelopeSocket | None = None
         """The socket that carries the envelopes in place of the gRPC stream."""
         self.closed_reason: str | None = None
@@ -53,8 +55,8 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is queued in front of the stream."""
-        return not self._queue and not self._frames
+        """Whether nothing is queued that the stream may carry now."""
+        return not self._frames and (self.is_held or not self._queue)
 
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
         """Writes an envelope, and what is attached to it, to the socket, or queues it.
@@ -129,10 +131,12 @@ class Outbox:
 
     def next_frame(self) -> bytes:
         """Takes a frame for the stream, up to FRAME_BYTES, but at least one envelope; empty if there is none."""
-        if not self._is_connected:
-            self._set_connected()
         if self._frames:
             return self._frames.popleft()
+        if self.is_held:
+            return b""
+        if not self._is_connected:
+            self._set_connected()
         with self._lock:
             taken: list[bytes] = []
             size = 0

@@ -7,7 +7,6 @@ import grpc
 from ...proto.v1 import agent_pb2
 
 __all__ = [
-    "CLIENT_OPTIONS",
     "DIAL_ATTEMPTS",
     "DIAL_BACKOFF_S",
     "DRAIN_SECONDS",
@@ -19,11 +18,13 @@ __all__ = [
     "MAX_CONNECTIONS",
     "MAX_ENVELOPE_BYTES",
     "MAX_MESSAGE_BYTES",
-    "SERVER_OPTIONS",
     "SERVICE",
     "TRANSFER_METHOD",
+    "UNIX_PING_S",
     "VOUCH_METHOD",
     "aio",
+    "client_options",
+    "server_options",
 ]
 
 aio: Any = grpc.aio
@@ -66,28 +67,47 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """Bytes of the largest envelope. Large payloads are not in it: only hundreds of thousands of tensors fill one."""
 
-_COMMON: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Pings find out that a peer's host has lost power or network, which closes no connection.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+UNIX_PING_S = 20.0
+"""Seconds between the pings of gRPC on a unix socket, where the kernel tells of the peer's process."""
 
-CLIENT_OPTIONS: list[tuple[str, int]] = [
-    *_COMMON,
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),
-]
 
-SERVER_OPTIONS: list[tuple[str, int]] = [
-    *_COMMON,
-    # Without it, two servers could share a port, each with half of the calls.
-    ("grpc.so_reuseport", 0),
-    # Pings pile up while a process is suspended (by SIGSTOP, or a sleeping laptop); do not disconnect it for that.
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.server_handshake_timeout_ms", int(HELLO_TIMEOUT_S * 1000)),
+def client_options(ping_s: float) -> list[tuple[str, int]]:
+    """Returns the options of channels. Args: ping_s: seconds between pings."""
+    return [
+        *_common_options(ping_s),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def server_options(ping_s: float, round_trip_s: float) -> list[tuple[str, int]]:
+    """Returns the options of a server.
+
+    Args:
+        ping_s: seconds between pings.
+        round_trip_s: of the longest round trip. A client needs one for TLS, and one before it opens a stream.
+    """
     # Of a connection without a stream; that of a worker always has one.
-    ("grpc.max_connection_idle_ms", int(HELLO_TIMEOUT_S * 1000)),
-]
+    handshake_ms = int(1000 * (HELLO_TIMEOUT_S + round_trip_s))
+    return [
+        *_common_options(ping_s),
+        # Without it, two servers could share a port, each with half of the calls.
+        ("grpc.so_reuseport", 0),
+        # Pings pile up while a process is suspended (by SIGSTOP, or a sleeping laptop); that is no reason to
+        # disconnect it.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server_handshake_timeout_ms", handshake_ms),
+        ("grpc.max_connection_idle_ms", handshake_ms),
+    ]
+
+
+def _common_options(ping_s: float) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Pings show a peer that this worker's process runs, while its program holds the interpreter
+        # (life_signs.py), and find out that the peer's host has lost power or network, which closes no connection.
+        ("grpc.keepalive_time_ms", max(1, int(1000 * ping_s))),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

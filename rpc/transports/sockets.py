@@ -14,12 +14,14 @@ import logging
 import re
 import secrets
 import socket
+import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
 from ...c10d.addresses import format_address, is_tcp_address
 from ...c10d.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
 from ...c10d.listening import PortRange
+from ...c10d.round_trips import round_trip_s
 from ...c10d.security import Audit, Identity, printable, worker_host_name
 from ...c10d.socket_peers import address_of_peer, has_left, is_of_same_user
 from ...proto.v1 import agent_pb2
@@ -27,7 +29,8 @@ from ..contracts.worker import WorkerInfo
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = [
-    "OFFER_TIMEOUT_S",
+    "CONNECT_TIMEOUT_S",
+    "DIAL_ROUND_TRIPS",
     "TCP",
     "UNIX",
     "OfferedSocket",
@@ -42,13 +45,13 @@ _UNIX_NAME = re.compile(rf"{ABSTRACT_PREFIX}[0-9a-f]{{32}}", re.ASCII)
 
 NONCE_BYTES = 32
 NONCE_TIMEOUT_S = 2.0
-"""Seconds that a connection may take to say its nonce, the handshake of TLS included."""
+"""Seconds that a connection may take to say its nonce, the handshake of TLS included, besides two round trips."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""Seconds that the offered address may take to accept a connection, and the dialing worker to dial it."""
+"""Seconds that the offered address may take to accept a connection, besides DIAL_ROUND_TRIPS."""
 
-OFFER_TIMEOUT_S = CONNECT_TIMEOUT_S + NONCE_TIMEOUT_S
-"""Seconds after which an offer is void."""
+DIAL_ROUND_TRIPS = 4
+"""Round trips in which a connection is made: one each for TCP, TLS and the nonce, and one for a lost packet."""
 
 MAX_UNADMITTED = 64
 """Connections that may not have said their nonce yet; further ones wait to be accepted."""
@@ -122,19 +125,22 @@ class SocketListener:
         self._listeners: dict[str, socket.socket] = {}
         self._accepting: set[asyncio.Task[None]] = set()
         self._unadmitted = asyncio.Semaphore(MAX_UNADMITTED)
-        self._offered: dict[bytes, OfferedSocket] = {}
-        """The connections that are offered and have not been made, by nonce."""
+        self._offered: weakref.WeakValueDictionary[bytes, OfferedSocket] = weakref.WeakValueDictionary()
+        """The connections that are offered and have not been made, by nonce. Who has made an offer keeps it."""
 
     def set_address(self, bind: str, advertised: str, ports: PortRange) -> None:
         """Sets the address and ports that TCP connections are accepted at, and the address that others dial."""
         self._where, self._ports = (bind, advertised), ports
 
     def offer(self, worker: WorkerInfo, *, same_host: bool) -> OfferedSocket | None:
-        """Offers a connection to a worker; returns None if there is nothing to offer.
+        """Offers a connection to a worker, as long as the caller keeps the offer.
 
         Args:
             worker: the other worker.
             same_host: whether the worker is on this host, and in this network namespace.
+
+        Returns:
+            The offer; None if there is nothing to offer.
         """
         kind = UNIX if same_host and UNIX in self.kinds else TCP
         if kind not in self.kinds:
@@ -146,29 +152,31 @@ class SocketListener:
             return None
         offered = OfferedSocket(self._loop, kind, address, worker)
         self._offered[offered.offer.nonce] = offered
-        self._loop.call_later(OFFER_TIMEOUT_S, self._offered.pop, offered.offer.nonce, None)
         return offered
 
     async def dial(
-        self, worker: WorkerInfo, offers: Sequence[agent_pb2.SocketOffer]
+        self, worker: WorkerInfo, offers: Sequence[agent_pb2.SocketOffer], round_trip: float = 0.0
     ) -> tuple[str, AnySocket] | None:
         """Connects to the first offer of a kind that may be used.
 
         Args:
             worker: the worker that has made the offers.
             offers: what it offers.
+            round_trip: seconds that a round trip to the worker has taken.
 
         Returns:
             The kind and the connection; None if there is none, for which the log says why.
         """
         for offer in offers:
+            until = self._loop.time() + CONNECT_TIMEOUT_S + DIAL_ROUND_TRIPS * round_trip
             while offer.kind in self.kinds:
                 began = self._loop.time()
                 try:
-                    return offer.kind, await _dial(self._loop, offer, worker, self._identity)
+                    async with asyncio.timeout_at(until):
+                        return offer.kind, await _dial(self._loop, offer, worker, self._identity)
                 except (OSError, ValueError) as error:
-                    if isinstance(error, ConnectionError) and self._loop.time() > began + NONCE_TIMEOUT_S:
-                        continue  # one of the processes was held up; the offer stands for some seconds
+                    if isinstance(error, ConnectionError) and began + NONCE_TIMEOUT_S < self._loop.time() < until:
+                        continue  # one of the processes was held up; the offer stands
                     where = printable(offer.address)
                     log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, where, printable(error))
                     break
@@ -236,7 +244,7 @@ class SocketListener:
         names = None
         offered = None
         try:
-            async with asyncio.timeout(NONCE_TIMEOUT_S):
+            async with asyncio.timeout(NONCE_TIMEOUT_S + 2 * round_trip_s(connection)):
                 if self._identity is not None and connection.family != socket.AF_UNIX:
                     admitted = TlsSocket(connection, self._identity.server_context(), None)
                     names = await admitted.handshake(self._loop)
@@ -285,15 +293,14 @@ async def _dial(
     dialed: AnySocket = connection
     try:
         connection.settimeout(0)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await loop.sock_connect(connection, where)
-            if not is_of_same_user(connection):
-                raise ConnectionError("the listener belongs to another user")
-            if identity is not None and offer.kind == TCP:
-                dialed = TlsSocket(connection, identity.client_context(), worker_host_name(worker.name))
-                await dialed.handshake(loop)
-            await _send(loop, dialed, offer.nonce)
-            await _receive(loop, dialed, len(_ADMITTED))
+        await loop.sock_connect(connection, where)
+        if not is_of_same_user(connection):
+            raise ConnectionError("the listener belongs to another user")
+        if identity is not None and offer.kind == TCP:
+            dialed = TlsSocket(connection, identity.client_context(), worker_host_name(worker.name))
+            await dialed.handshake(loop)
+        await _send(loop, dialed, offer.nonce)
+        await _receive(loop, dialed, len(_ADMITTED))
         _prepare(connection)
     except BaseException:
         connection.close()

@@ -14,8 +14,21 @@ __all__ = ["StreamPulse"]
 class StreamPulse:
     """Watches one stream: a Watched connection. Used on the event loop only."""
 
-    def __init__(self, outbox: Outbox, wake: Callable[[], None], break_off: Callable[[str], None]) -> None:
-        """Args: outbox: of the stream. wake: has the stream send frames. break_off: ends it, for a reason."""
+    def __init__(
+        self,
+        outbox: Outbox,
+        wake: Callable[[], None],
+        break_off: Callable[[str], None],
+        sees_life: Callable[[float], bool],
+    ) -> None:
+        """Has heard something.
+
+        Args:
+            outbox: of the stream.
+            wake: has the stream send frames.
+            break_off: ends it, for a reason.
+            sees_life: what a Watched connection has.
+        """
         self.has_sent = True
         """Whether something has been sent by the stream since this was set to False."""
         self._has_heard = True
@@ -24,6 +37,7 @@ class StreamPulse:
         self._outbox = outbox
         self._wake = wake
         self._break_off = break_off
+        self.sees_life = sees_life
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

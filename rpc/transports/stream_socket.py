@@ -17,7 +17,7 @@ from .tls_socket import AnySocket
 __all__ = ["StreamSocket"]
 
 READ_OUT_TIMEOUT_S = 5.0
-"""Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
+"""Seconds in which something has to come of what a peer sent by the socket before its goodbye or its death."""
 
 
 @final
@@ -41,13 +41,10 @@ class StreamSocket:
         self._outbox = outbox
         self._on_broken = on_broken
         self._offered: OfferedSocket | None = None
+        self._choosing: asyncio.Task[None] | None = None
+        """Dials what the peer has offered."""
         self._ended = asyncio.Event()
         self._is_malformed = False
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether the peer has been offered a socket, and not said whether it uses it. No envelope goes before."""
-        return self._offered is not None
 
     @property
     def has_ended(self) -> bool:
@@ -60,6 +57,7 @@ class StreamSocket:
         if sockets.kinds:
             same_host = sockets.is_same_host(self._peer.wire_id)
             self._offered = sockets.listener.offer(self._peer, same_host=same_host)
+            self._outbox.is_held = self._offered is not None
         return self._offered
 
     def withdraw(self) -> None:
@@ -67,6 +65,7 @@ class StreamSocket:
         if self._offered is not None:
             self._offered.withdraw()
             self._offered = None
+            self._outbox.is_held = False
 
     async def on_choice(self, kind: str) -> None:
         """Handles the answer to the offer. Raises TimeoutError if the peer says that it uses what there is not."""
@@ -77,23 +76,55 @@ class StreamSocket:
                 connection.close()
             else:
                 self._use(offered.offer.kind, connection)
-            self._offered = None  # not before: the stream carries envelopes from now on, unless the socket does
+            self._offered = None
+            # Not before: the stream carries envelopes from now on, unless the socket does.
+            self._outbox.is_held = False
         else:
             self.withdraw()
 
-    async def choose(self, offers: Sequence[agent_pb2.SocketOffer]) -> agent_pb2.SocketChoice:
-        """Connects the socket that the peer offers; returns what to tell the peer."""
-        dialed = await self._parts.sockets.listener.dial(self._peer, offers)
-        if dialed is None:
-            return agent_pb2.SocketChoice()
-        self._use(*dialed)
-        return agent_pb2.SocketChoice(kind=dialed[0])
+    def choose(
+        self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
+    ) -> None:
+        """Begins to connect the socket that the peer offers, while the stream carries all but envelopes.
+
+        Args:
+            offers: of the peer.
+            round_trip: seconds that a round trip to the peer has taken.
+            on_chosen: called when what to tell the peer is in the outbox.
+        """
+        self._outbox.is_held = True
+        self._choosing = self._parts.loop.create_task(self._choose(offers, round_trip, on_chosen))
+
+    def stop_choosing(self) -> None:
+        """Dials no longer what the peer offers."""
+        if self._choosing is not None:
+            self._choosing.cancel()
+            self._choosing = None
+            self._outbox.is_held = False
+
+    async def _choose(
+        self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
+    ) -> None:
+        dialed = await self._parts.sockets.listener.dial(self._peer, offers, round_trip)
+        choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
+        if dialed is not None:
+            self._use(*dialed)
+        self._choosing = None
+        if self._outbox.put_frame(agent_pb2.Frame(choice=choice).SerializeToString()):
+            self._outbox.is_held = False
+            on_chosen()
+        else:
+            self._on_broken("it does not read what it is sent", self._is_malformed)
 
     async def read_out(self) -> None:
-        """Waits until all that the peer has sent by the socket is read."""
-        if self._outbox.socket is not None:
+        """Waits until all that the peer has sent by the socket is read, as long as there is more of it."""
+        connection = self._outbox.socket
+        while connection is not None and not self._ended.is_set():
+            connection.take_heard()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), READ_OUT_TIMEOUT_S)
+            if not connection.take_heard():
+                return
 
     def _use(self, kind: str, connection: AnySocket) -> None:
         sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)

@@ -182,9 +182,14 @@ def _own_hello() -> bytes:
     return _network()._handshake.hello.SerializeToString()  # type: ignore[no-any-return]
 
 
+_offers: list[Any] = []
+"""An offer stands as long as somebody keeps it."""
+
+
 def _offer_socket(worker: str) -> bytes:
     async def offer() -> bytes:
         offered = _network()._sockets.offer(rpc.get_worker_info(worker), same_host=True)
+        _offers.append(offered)
         return bytes(offered.offer.nonce)
 
     return _network()._events.run(offer(), 20)  # type: ignore[no-any-return]

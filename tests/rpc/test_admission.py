@@ -50,10 +50,7 @@ def loop() -> Iterator[EventLoop]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has agents wait for a hello for half a second only."""
     monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 0.5)
-    waits = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
-    options = [(name, 500 if name in waits else value) for name, value in settings.SERVER_OPTIONS]
-    settings.SERVER_OPTIONS[:], before = options, list(settings.SERVER_OPTIONS)
-    monkeypatch.setattr(settings, "SERVER_OPTIONS", before)  # what is put back at the end
+    monkeypatch.setattr(settings, "HELLO_TIMEOUT_S", 0.5)
 
 
 class Stranger:

@@ -251,14 +251,54 @@ def test_a_reference_in_a_call_that_waits_is_not_asked_about_as_one_that_may_be_
     a.run(after)
 
 
-def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
-    a, _ = workers.rpc(2, liveness=LIVENESS)
+def hold_the_interpreter_of(name: str) -> None:
+    """Checks that a worker is not suspect while a program holds its interpreter, nor this one to it meanwhile."""
+    links.record_events()
+    assert rpc.rpc_sync(name, add, (1, 1)) == 2
+    links.suspect_after(0.5)
+    rpc.rpc_sync(name, links.stall_threads, (2.0,))
+    assert rpc.rpc_sync(name, add, (1, 1)) == 2
+    rpc.rpc_sync(name, links.suspect_after, (0.5,))
+    links.stall_threads(2.0)
+    assert rpc.rpc_sync(name, add, (1, 1)) == 2
+    assert not links.seen
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_worker_whose_interpreter_is_held_is_not_suspect(workers, transports):
+    a, _ = workers.rpc(2, transports=transports, liveness=LIVENESS)
+    a.run(hold_the_interpreter_of, "worker1")
+
+
+@pytest.mark.parametrize("transports", [("tcp", "grpc"), ("grpc",)])
+def test_nor_is_one_of_another_host(hosts, transports):
+    net = hosts(1, 1)
+    options = (
+        {"credentials": Credentials(token=secrets.token_hex(32))} if "tcp" in transports else {"insecure": True}
+    )
+    variables = {"MASTER_ADDR": net.address(0), "MASTER_PORT": "29500"}
+    for pending in join_all(net.workers, variables, liveness=LIVENESS, transports=transports, **options):
+        pending.result()
+    a, b = net.workers
+    a.run(hold_the_interpreter_of, "worker1")
+    with stopped(b):
+        a.run(begin_to_suspect)
+
+
+def begin_to_suspect() -> None:
+    """Suspects a stopped worker, whose kernel acknowledges all that is sent to it."""
+    wait_until(lambda: links.seen == [("suspect", "worker1")])
+
+
+def test_a_worker_whose_interpreter_is_held_for_longer_than_a_lease_is_suspect(workers):
+    a, _ = workers.rpc(2, liveness=replace(LIVENESS, lease=1.5))
 
     def check() -> None:
         links.record_events()
         links.call_for_ever("worker1")
+        links.suspect_after(0.5)
         rpc.rpc_async("worker1", links.stall_threads, (3.0,), timeout=0)
-        links.assert_silent(links.futures[-1])
+        links.assert_suspect(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         rpc.rpc_sync("worker1", set_event, ("never",))
