@@ -34,8 +34,8 @@ class Liveness:
     heartbeat: seconds for which a connection carries nothing, before this worker sends a heartbeat. Twice in that
         time, it also counts up what workers of its host read in place of heartbeats.
     suspect_after: seconds without anything from the other worker, at least twice its `heartbeat`, after which it
-        is suspect. Also the longest that a round trip may take. By default 5, or what GRADWIRE_SUSPECT_AFTER in the
-        environment says.
+        is suspect. Also the longest that a round trip may take. By default 5, or what GRADWIRE_SUSPECT_AFTER in
+        the environment says.
     lease: seconds for which a worker is suspect, before it is lost. A worker whose program holds the interpreter,
         while its process runs, is suspect after as many seconds more.
     when_suspect: what a call to a suspect worker does: "fail" at once, without having been sent, or "wait" until
