@@ -310,7 +310,7 @@ def test_a_stream_that_is_closed_before_it_is_welcomed_tells_nothing(agents, loo
 
     async def accept_closed_stream() -> None:
         assert stream.accept()
-        await stream.welcome(read, write)
+        await stream.welcome(read, write, "ipv4:127.0.0.1:1")
 
     loop.run(accept_closed_stream(), 20)
     check_calls(a, b)

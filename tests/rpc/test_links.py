@@ -256,10 +256,10 @@ def hold_the_interpreter_of(name: str) -> None:
     links.record_events()
     assert rpc.rpc_sync(name, add, (1, 1)) == 2
     links.suspect_after(0.5)
-    rpc.rpc_sync(name, links.stall_threads, (2.0,))
+    rpc.rpc_sync(name, links.stall_threads, (1.2,))
     assert rpc.rpc_sync(name, add, (1, 1)) == 2
     rpc.rpc_sync(name, links.suspect_after, (0.5,))
-    links.stall_threads(2.0)
+    links.stall_threads(1.2)
     assert rpc.rpc_sync(name, add, (1, 1)) == 2
     assert not links.seen
 
