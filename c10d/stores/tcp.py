@@ -19,6 +19,8 @@ __all__ = ["TCPStore"]
 class TCPStore(Store):
     """A store that one process, the master, hosts. Every process that knows the master's address can use it.
 
+    At a loopback address, without credentials, only processes of the master's user on its host can.
+
     When the master closes the store or dies, operations of other processes fail at once with a StoreNetworkError.
     A store that is a process of its own (`gradwire store`) may die and be started again: operations wait
     for it, and are done once.

@@ -98,7 +98,8 @@ class GrpcEndpoint:
 
     async def stop(self) -> None:
         """Stops serving, after some time for the peers to end their streams, and removes the socket."""
-        await self._server.stop(GRACE_SECONDS)
+        if self._server is not None:  # else it has not listened
+            await self._server.stop(GRACE_SECONDS)
         if self._file is not None:
             self._file.remove()
         self.audit.close()
