@@ -16,8 +16,10 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from .. import rpc
+from ..c10d.addresses import allows_insecure
 from ..c10d.registration import GroupKind, Registration
 from ..c10d.start_barrier import StartBarrier
+from ..c10d.stores.sealed import seal
 from ..c10d.torch_types import TorchStore, TorchTCPStore
 from ..rpc.backend_registry import BackendType
 from ..torch_internals import TorchPrefixStore, create_store_from_options, tcp_store_patched
@@ -83,8 +85,9 @@ def _rendezvous(options: Any, name: str, rank: int, world_size: int | None) -> t
 
     def check_rival(store: TorchStore) -> None:
         registration = Registration(name=name, rank=0, world_size=world_size or -1)
-        barrier = StartBarrier(TorchPrefixStore(prefix, store), registration, GroupKind("rpc", options.CONSENT))
-        barrier.check_rank_conflict()
+        insecure = allows_insecure(options.insecure)
+        shared = seal(TorchPrefixStore(prefix, store), options.find_credentials(), insecure=insecure)
+        StartBarrier(shared, registration, GroupKind("rpc", options.CONSENT)).check_rank_conflict()
 
     with _non_blocking_tcp_store(check_rival):
         if world_size:
