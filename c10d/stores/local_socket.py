@@ -110,7 +110,7 @@ def find_store(port: int) -> StoreTarget | None:
             return StoreTarget(directory, f"{directory.path}/{name}")
         except FileNotFoundError:
             continue
-        except (UnsafePathError, TimeoutError) as error:
+        except UnsafePathError as error:
             raise StoreError(f"the store on port {port} cannot be used: {error}") from error
     return None
 
