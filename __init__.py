@@ -24,7 +24,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_is_command = "".join(sys.argv[:1]).rpartition("/")[2] == "gradwire"
+_is_command = "".join(sys.argv[:1]).rpartition("/")[2] == "gradwire" or (
+    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("gradwire", "gradwire.compat")
+)
 """The command `gradwire` loads what its subcommands use, so that its help needs no torch, which takes seconds."""
 
 if not _is_command:  # which says itself what is wrong with the variable

@@ -1,11 +1,10 @@
 """`gradwire run`: runs a program that was written for torch.distributed.rpc."""
 
 import os
-import sys
-from collections.abc import Callable
 
 import click
 
+from ..compat.launch import become_program
 from .examples import Command
 
 __all__ = ["command"]
@@ -64,24 +63,16 @@ def command(
     is_module: bool,
     program: str,
     arguments: tuple[str, ...],
-) -> Callable[[], None]:
+) -> None:
     """Runs an unmodified torch.distributed.rpc program on gradwire, with all processes that it starts.
 
-    Options come before PROGRAM; what follows it are its own arguments.
+    Options come before PROGRAM; what follows it are its own arguments. PROGRAM may be whatever Python runs: a
+    script, a folder or an archive with a `__main__.py`, or `-` for standard input.
     """
-    if not is_module and not os.path.exists(program):
+    if not is_module and program != "-" and not os.path.exists(program):
         raise click.ClickException(f"there is no file {program!r}")
-
-    def run() -> None:
-        from ..compat.defaults import Defaults
-        from ..compat.launch import run_module, run_script
-
-        values = Defaults(insecure=insecure, host=host, transports=transports)
-        if not is_module:
-            run_script(program, arguments, values)
-            return
-        if not sys.flags.safe_path:
-            sys.path[0] = os.getcwd()  # where `python -m` looks first; a console script has its own folder there
-        run_module(program, arguments, values)
-
-    return run
+    python_arguments = [*(["-m"] if is_module else []), program, *arguments]
+    try:
+        become_program(python_arguments, insecure=insecure, host=host, transports=transports)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error

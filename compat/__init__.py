@@ -10,6 +10,21 @@ runs an unmodified program, with all processes that it starts. A program that ca
 docs/migrating.md lists the names. Importing this package patches nothing.
 """
 
-from .install import install, is_installed, uninstall
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .installation import install, is_installed, uninstall
 
 __all__ = ["install", "is_installed", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import installation  # imports torch, for which `python -m gradwire.compat` does not wait
+
+    return getattr(installation, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,24 +1,25 @@
-"""Runs a program written for torch.distributed.rpc, and the Python processes it starts, on gradwire."""
+"""Runs a program written for torch.distributed.rpc, and the Python processes it starts, on gradwire.
 
+Imports nothing of gradwire: the process that runs this becomes the program before it has loaded torch.
+"""
+
+import json
 import os
-import runpy
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any, Final, NoReturn
 
-from .defaults import Defaults, export_defaults
-from .install import install
+__all__ = ["SITE_DIRECTORY", "VARIABLE", "become_program", "inherited_defaults", "install_in_children"]
 
-__all__ = ["install_in_children", "run_module", "run_script"]
-
-SITE_DIRECTORY = Path(__file__).with_name("site")
+SITE_DIRECTORY: Final = Path(__file__).with_name("site")
 """Has a sitecustomize.py, which Python runs at startup."""
 
+VARIABLE: Final = "GRADWIRE_COMPAT"
+"""The environment variable that passes the arguments of `install` on to the processes that a program starts."""
 
-def install_in_children(
-    environment: MutableMapping[str, str] = os.environ,
-    values: Defaults = Defaults(),  # noqa: B008 - only read
-) -> None:
+
+def install_in_children(environment: MutableMapping[str, str], **values: Any) -> None:
     """Makes the Python processes that are started with an environment install the compatibility layer.
 
     It sets PYTHONPATH, so processes that ignore that variable (`python -E`, `python -I`) run on torch's own agent.
@@ -27,28 +28,38 @@ def install_in_children(
         environment: the environment to change.
         values: the arguments with which the processes call `install`.
     """
-    export_defaults(environment, values)
+    environment[VARIABLE] = json.dumps(values)
     own = str(SITE_DIRECTORY)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != own]
     environment["PYTHONPATH"] = os.pathsep.join([own, *paths])
 
 
-def run_script(path: str, arguments: Sequence[str], values: Defaults) -> None:
-    """Runs a file as `python path arguments...` does, on gradwire."""
-    _install_everywhere(values)
-    sys.argv = [path, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(path).resolve().parent)
-    runpy.run_path(path, run_name="__main__")
+def inherited_defaults(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the arguments of `install` in VARIABLE; empty if it is not set."""
+    return dict(json.loads(environment.get(VARIABLE, "{}")))
 
 
-def run_module(name: str, arguments: Sequence[str], values: Defaults) -> None:
-    """Runs a module as `python -m name arguments...` does, on gradwire."""
-    _install_everywhere(values)
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+def become_program(arguments: Sequence[str], **values: Any) -> NoReturn:
+    """Replaces this process by `python arguments...`, on gradwire, with the options of this interpreter.
+
+    So the program sees what it sees under Python: its module is `__main__`, its exit is that of the process.
+
+    Args:
+        arguments: those of Python, such as the path of a script and its arguments.
+        values: those of `install`.
+
+    Raises:
+        ValueError: Python would not read PYTHONPATH.
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise ValueError("Python has been started with -E, -I or -S, with which it does not load gradwire")
+    install_in_children(os.environ, **values)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *_interpreter_options(), *arguments])
 
 
-def _install_everywhere(values: Defaults) -> None:
-    install_in_children(values=values)
-    install(insecure=values.insecure, host=values.host, transports=values.transports)
+def _interpreter_options() -> list[str]:
+    """Returns the options of this interpreter, such as `-u`, without what it runs."""
+    options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and what names the program
+    return options[:-2] if options[-2:-1] == ["-m"] else options[:-1]

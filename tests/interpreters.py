@@ -14,6 +14,7 @@ has such a process forked, passes its signals on to it, and ends as it ends.
 
 import contextlib
 import fcntl
+import importlib
 import json
 import multiprocessing
 import multiprocessing.context
@@ -224,8 +225,15 @@ def fork_programs(listener: socket.socket, alive: int) -> bool:
     programs.close()
     arguments, environment, folder, numbers = request
     _move(descriptors, numbers)
-    _be(arguments, environment, folder)
-    return True
+    os.execv = _become  # of `gradwire run`, which replaces itself by the program
+    before = sys.path[:]
+    while True:
+        try:
+            _be(arguments, environment, folder)
+            return True
+        except _OtherProgram as other:
+            arguments, environment, folder = other.arguments, dict(os.environ), os.getcwd()
+            sys.path[:] = before
 
 
 class _Programs:
@@ -290,6 +298,27 @@ def _move(descriptors: list[int], numbers: list[int]) -> None:
         os.close(copy)
 
 
+class _OtherProgram(BaseException):
+    """This process becomes that of another program."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _become(path: str, arguments: list[str]) -> None:
+    if path != sys.executable:
+        os.execve(path, arguments, os.environ)
+    raise _OtherProgram(arguments[1:])
+
+
+def _run_sitecustomize() -> None:
+    """Does what Python does at the start of an interpreter."""
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sitecustomize")
+
+
 def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Runs a program in this process."""
     os.chdir(folder)
@@ -306,15 +335,18 @@ def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     match arguments:
         case ["-m", name, *rest]:
             sys.path[:0] = [folder, *path]
+            _run_sitecustomize()
             sys.argv[:] = [name, *rest]
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         case ["-c", code, *rest]:
             sys.path[:0] = ["", *path]
+            _run_sitecustomize()
             sys.argv[:] = ["-c", *rest]
             sys.modules["__main__"] = main
             eval(compile(code, "<string>", "exec"), main.__dict__)
         case [script, *rest]:
             sys.path[:0] = [os.path.dirname(script), *path]
+            _run_sitecustomize()
             sys.argv[:] = [script, *rest]
             main.__file__ = script
             sys.modules["__main__"] = main

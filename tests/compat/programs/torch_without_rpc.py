@@ -63,7 +63,4 @@ if __name__ == "__main__":
     else:
         remove_modules()
     del sys.argv[:2]
-    if sys.argv[0] == "gradwire":
-        runpy.run_module("gradwire", run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
