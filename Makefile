@@ -15,7 +15,7 @@ LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules memberships all_gathers stores \
-    fuzz chaos browser launchers operations huge proto docs changelog hooks clean
+    fuzz chaos endings browser launchers operations huge proto docs changelog hooks clean
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,9 @@ chaos: $(READY)       ## workers under load while they, their networks and store
 
 launchers: $(VENV)/.long ## the example under torchrun on two hosts, mpiexec, Slurm and Ray
 	GRADWIRE_LAUNCHERS=1 $(BIN)/python -m pytest tests/launchers
+
+endings: $(READY)     ## programs that end by handlers, threads, signals, in atexit and so on: 1,000 of each; none may hang
+	$(BIN)/python -m tests.endings
 
 browser: $(VENV)/.long ## the page of running jobs in Chromium, and scraped by Prometheus; with PICTURES=docs/pictures, saves those
 	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view

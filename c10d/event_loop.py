@@ -31,6 +31,11 @@ class EventLoop:
         self._released = threading.Lock()
         self.loop = shared.loop
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.current_thread() is self._shared.thread
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Starts a coroutine on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -46,7 +51,7 @@ class EventLoop:
             RuntimeError: called on the loop's own thread, which would wait for itself.
             TimeoutError: the coroutine took longer, and has been cancelled.
         """
-        if threading.current_thread() is self._shared.thread:
+        if self.is_current:
             coroutine.close()
             raise RuntimeError("the event loop's own thread cannot wait for the event loop")
         future = self.spawn(coroutine)

@@ -10,9 +10,9 @@ from typing import Any
 
 from .. import rpc
 from ..errors import RpcTimeoutError
-from ..rpc.contracts.agent import current_agent
+from ..rpc.api import leave
+from ..rpc.contracts.agent import current_agent, holder
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
-from ..rpc.contracts.worker_end import WorkerEnd
 from ..rref.forks import References
 
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]
@@ -31,26 +31,24 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             values of this one, and `torch.distributed.rpc.api._ignore_rref_leak` is False.
     """
     api: Any = sys.modules["torch.distributed.rpc.api"]
-    agent: object = current_agent()
+    agent: object = holder.get()
     if not isinstance(agent, rpc.RpcAgent):
         rpc.shutdown(graceful, timeout)  # of another backend, which may lack the methods used below
         return
-    try:
-        if graceful and not agent.dynamic:
+    worker = agent
+
+    def join() -> None:
+        if not worker.dynamic:
             api._wait_all_workers(timeout)
             api._delete_all_user_and_unforked_owner_rrefs()
-        if graceful:
-            agent.join(timeout)
-        if graceful and not api._ignore_rref_leak:
+        worker.join(timeout)
+        if not api._ignore_rref_leak:
             try:
                 destroy_references(ignore_leak=False)
             finally:
-                agent.join(timeout)  # no worker leaves before all have checked: leaving releases its references
-    except KeyboardInterrupt as error:
-        agent.leave_at_exit(WorkerEnd.by_error(error))
-        raise KeyboardInterrupt from None  # with a short traceback
-    finally:
-        rpc.shutdown(graceful=False)
+                worker.join(timeout)  # no worker leaves before all have checked: leaving releases its references
+
+    leave(graceful, timeout, join)
 
 
 def wait_all_workers(timeout: float = 0) -> None:

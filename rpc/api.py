@@ -36,6 +36,7 @@ __all__ = [
     "get_worker_infos",
     "init_rpc",
     "is_available",
+    "leave",
     "on_worker_back",
     "on_worker_joined",
     "on_worker_left",
@@ -107,7 +108,10 @@ def init_rpc(
     if (credentials := options.find_credentials()) is not None:
         credentials.identity(name)  # raises at once if they are not valid
     with _init_lock, ExitStack() as opened:
-        if (running := holder.get()) is not None:
+        if (running := holder.get()) is not None and running.is_ending:
+            running.shutdown(graceful=False, timeout=0)  # which waits for the end
+            running = holder.get()
+        if running is not None:
             raise RpcError(f"RPC is already initialized: this process is worker {running.info.name!r}")
         met = rendezvous(
             None if store is not None else options.init_method,
@@ -142,7 +146,12 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Leaves the group; this process is no worker any more.
+    """Leaves the group; this process is no worker any more. Does nothing if it has been called before.
+
+    Any thread may call this, and so may a remote function, a callback, a handler of a signal, a finalizer and a
+    function of `atexit`; also while another thread, or what the handler has interrupted, waits in a graceful
+    shutdown. `graceful=False` ends that at once, as a timeout does, and it returns without an error. docs/rpc.md
+    says where a call returns before this process has left.
 
     Args:
         graceful: True to wait so that no call is lost: in a static group until all workers, except those that have
@@ -151,16 +160,32 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         timeout: seconds to wait, 0 for no limit. After a timeout this worker leaves, too.
 
     Raises:
-        NotInitializedError: this process is no worker.
+        NotInitializedError: this process has not been a worker.
         RpcTimeoutError: the wait took longer; the error names the workers or calls it has waited for.
     """
+    leave(graceful, timeout)
+
+
+def leave(graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
+    """Leaves the group as `shutdown` does.
+
+    Args:
+        graceful: whether to wait first.
+        timeout: seconds to wait, 0 for no limit.
+        join: waits in place of the agent's `join`.
+    """
+    agent = holder.get()
+    if agent is None and holder.has_had_one:
+        return
     agent = current_agent()
+    how = {} if join is None else {"join": join}
     try:
-        agent.shutdown(graceful=graceful, timeout=timeout)
+        agent.shutdown(graceful=graceful, timeout=timeout, **how)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
     finally:
-        holder.clear(agent)
+        if agent.has_ended:
+            holder.clear(agent)
 
 
 def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
@@ -319,7 +344,8 @@ def _leave_at_exit(agent: RpcAgent, earlier_error: BaseException | None) -> None
         agent: the agent.
         earlier_error: what `last_uncaught_error` returned at `init_rpc`, which did not end this process.
     """
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C again: some workers may not get the goodbye
+    # Ctrl-C or another signal again: some workers may not get the goodbye.
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
         agent.leave_at_exit(WorkerEnd.of_this_process(earlier_error))
     holder.clear(agent)
 

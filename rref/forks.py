@@ -72,6 +72,7 @@ class References(ReferenceExtension):
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
+        self._is_closed = False
         self._creating: set[GlobalId] = set()
         """The values that `remote` has created here and whose leases live, by creating messages in flight too."""
         flow = agent.options.flow_control
@@ -375,7 +376,7 @@ class References(ReferenceExtension):
         for fork in list(self.forks):
             fork.lease = None
         with self._fork_deleted:
-            if not self._fork_deleted.wait_for(lambda: not self.forks, timeout):
+            if not self._fork_deleted.wait_for(lambda: self._is_closed or not self.forks, timeout):
                 owners = sorted({fork.owner.name for fork in list(self.forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
@@ -405,7 +406,10 @@ class References(ReferenceExtension):
         }
 
     def close(self) -> None:
-        """Drops all values, and ends all waiting for values and confirmations."""
+        """Drops all values, and ends all waiting for values, confirmations and releases."""
+        with self._fork_deleted:
+            self._is_closed = True
+            self._fork_deleted.notify_all()
         self.agent.control.run(self._fail_unconfirmed)
         self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
         self._passed_on.clear()

@@ -2,13 +2,16 @@
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["CallSite", "find_call_site", "is_in_library"]
+__all__ = ["CallSite", "called_at", "find_call_site", "find_call_site_of_thread", "is_in_library"]
 
 CallSite = tuple[str, int]
 """File and line."""
@@ -33,6 +36,28 @@ def find_call_site(skip: int = 0) -> CallSite:
             break
         frame = frame.f_back
     return file, line
+
+
+class _Thread(threading.local):
+    call_site: CallSite | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def called_at(call_site: CallSite) -> Iterator[None]:
+    """Context manager in which the calling thread does what another thread was called for in some line."""
+    _thread.call_site = call_site
+    try:
+        yield
+    finally:
+        _thread.call_site = None
+
+
+def find_call_site_of_thread() -> CallSite:
+    """Returns the line that `called_at` names, else what `find_call_site` returns."""
+    return _thread.call_site or find_call_site(1)
 
 
 @cache  # asked several times for each operation

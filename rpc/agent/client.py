@@ -349,6 +349,10 @@ class Client:
         if retry.is_cancelled:
             self.cancel(retry.identifier)
 
+    def is_collecting_here(self) -> bool:
+        """Returns whether the calling thread runs a finalizer in a garbage collection."""
+        return self._finalizer_calls.is_collecting_here()
+
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
         self._deadlines.close()

@@ -107,8 +107,7 @@ class Dispatcher:
         """Handles a message that has arrived."""
         kind = envelope.type
         if kind == CANCEL:
-            # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-            self._server.waiting.cancel(source, envelope)
+            self._server.cancel(source, envelope)
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
@@ -221,6 +220,7 @@ class Dispatcher:
         else:
             self._failures.on_lost(worker, end.reason)
         self._requests.on_worker_lost(worker, end, unsent)
+        self._server.drop_worker(worker)
         self._control.on_worker_lost(worker)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

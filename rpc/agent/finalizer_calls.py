@@ -5,16 +5,20 @@ again would hang, and with it the thread: so what a finalizer (`__del__`) calls 
 """
 
 import gc
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
-from ...errors import NotInitializedError, RpcError
+from ...errors import NotInitializedError
 from ..execution.executor import Executor
 from ..execution.futures import Future, error_of
+from ..execution.interruptions import may_have_lock, under_finalizer
 
 __all__ = ["FinalizerCalls"]
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -57,7 +61,8 @@ class FinalizerCalls:
             operation: what the call does, for errors.
 
         Returns:
-            A future of the answer, which must not be waited for in the collection.
+            A future of the answer. In the collection, a wait for it gets None at once if the code that the
+            collection has interrupted may hold a lock.
         """
         answer = _FinalizerFuture(self._executor, None, worker, operation)
         answer.is_collecting_here = self.is_collecting_here
@@ -79,13 +84,13 @@ class _FinalizerFuture(Future[Any]):
 
     is_collecting_here: Callable[[], bool]
 
-    def _wait(self, *, reads: bool) -> Any:
+    def _wait(self, *, reads: bool) -> Any:  # noqa: ARG002
         if not self.done() and self.is_collecting_here():
-            raise RpcError(
-                f"a finalizer (__del__) cannot wait for {self.operation} on worker {self.worker!r}: its thread "
-                "may hold what the call needs. Use rpc_async, and do not wait"
-            )
-        return super()._wait(reads=reads)
+            interrupted = under_finalizer()
+            if interrupted is None or may_have_lock(interrupted):
+                log.debug("a finalizer does not wait for %s on worker %s", self.operation, self.worker)
+                return None
+        return super()._wait(reads=False)  # another thread has sent it
 
 
 def _send(send: Callable[[], Future[Any]], answer: Future[Any]) -> None:

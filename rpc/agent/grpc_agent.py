@@ -7,10 +7,10 @@ there `server` decodes it, runs its handler and sends the answer, or `pending` c
 answers. A thread that waits for an answer may read it itself.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
@@ -46,6 +46,7 @@ from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
+from .shutdown import Shutdown
 from .stats import CallCounter
 from .waiting_requests import MIN_WAIT_S, WaitingRequests
 
@@ -54,8 +55,8 @@ __all__ = ["GrpcAgent"]
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a closing agent waits for threads that still run users' functions."""
 
-FAILED_CLOSE_TIMEOUT_S = 0.5
-"""The same if an error, or Ctrl-C, ends the program."""
+HASTY_CLOSE_TIMEOUT_S = 0.5
+"""The same if it has not waited for its calls to end."""
 
 E = TypeVar("E")
 
@@ -92,7 +93,6 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._group_store: PrefixStore | None = None
         self._failures = FailureLog()
-        self._shutdown = threading.Lock()
         self.control = self._control = factories.control(self)
         self._calls = CallCounter()
         self._executor = factories.executor(
@@ -148,6 +148,18 @@ class GrpcAgent(RpcAgent):
             self._control,
             self._failures,
             dynamic=self._dynamic,
+        )
+
+        self._quiescence = Quiescence(
+            self, self._calls, self._server, self._all_gather_service, self._requests.unanswered
+        )
+        self._shutdown = Shutdown(
+            info.name,
+            self._close,
+            self._quiescence.describe,
+            self._client.is_collecting_here,
+            self._network,
+            self._executor,
         )
 
     def listen(self, where: ListenAddress | None = None) -> str:
@@ -338,7 +350,7 @@ class GrpcAgent(RpcAgent):
             "agent.client_active_calls": len(self._requests.pending),
             "unanswered_calls": dict(self._requests.unanswered()),
             "agent.server_active_calls": self._calls.served,
-            "agent.server_active_async_calls": self._server.deferred.in_flight,
+            "agent.server_active_async_calls": len(self._server.deferred),
             "executor_threads": self._executor.threads,
             "links": self._network.links.describe(),
             "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
@@ -363,36 +375,32 @@ class GrpcAgent(RpcAgent):
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""
-        quiescence = Quiescence(self, self._calls, self._all_gather_service, self._requests.unanswered)
         if self._dynamic:
-            quiescence.wait_here(timeout)
+            self._quiescence.wait_here(timeout)
         else:
-            self._failures.on_shutdown(self, quiescence.wait_everywhere(timeout, self._failures.failed))
+            self._failures.on_shutdown(self, self._quiescence.wait_everywhere(timeout, self._failures.failed))
             self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)  # the others need its answers to leave too
 
-    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+    @property
+    def is_ending(self) -> bool:
+        """Whether the agent ends, or has ended."""
+        return self._shutdown.is_ending
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the agent has ended."""
+        return self._shutdown.has_ended
+
+    def shutdown(self, *, graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
         """Leaves the group; if `graceful`, when all its workers do."""
-        with self._shutdown:
-            if self._closed:
-                return
-            end = SHUT_DOWN
-            try:
-                if graceful:
-                    with self._executor.blocking():
-                        self.join(timeout)
-            except Exception:
-                raise
-            except BaseException as error:  # such as Ctrl-C, which ends the program
-                end = WorkerEnd.by_error(error)
-                raise
-            finally:
-                self._close(end)
+        if graceful:
+            self._shutdown.wait_and_end(partial(self.join, timeout) if join is None else join, timeout)
+        else:
+            self._shutdown.end(SHUT_DOWN)
 
     def leave_at_exit(self, end: WorkerEnd) -> None:
-        """Leaves the group at once."""
-        with self._shutdown:
-            if not self._closed:
-                self._close(end)
+        """Leaves the group because the process ends: at once, unless a graceful shutdown has begun."""
+        self._shutdown.end_at_exit(end)
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
         """In a forked child, has futures, streams, contexts and events do nothing, or raise an error."""
@@ -400,8 +408,11 @@ class GrpcAgent(RpcAgent):
         self._extensions.leave_to_parent(why_useless)
         self._worker_events.leave_to_parent(why_useless)
 
-    def _close(self, end: WorkerEnd) -> None:
+    def _close(self, end: WorkerEnd, in_order: bool) -> None:
+        """Ends everything: see `Shutdown`."""
         self._closed = True
+        self._calls.close()
+        self._server.answering.close()
         self._worker_events.close()
         self._network.leave()
         self._extensions.close()
@@ -411,7 +422,8 @@ class GrpcAgent(RpcAgent):
         self._client.stop_deadlines()
         self._waiting_requests.close()
         self._client.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
-        self._executor.close(CLOSE_TIMEOUT_S if end.orderly else FAILED_CLOSE_TIMEOUT_S)
+        self._executor.close(CLOSE_TIMEOUT_S if in_order else HASTY_CLOSE_TIMEOUT_S)
         self._network.release()
         if self._group_store is not None:  # which would keep a store of torch's, its server and its port
             self._group_store.close()
+        holder.clear(self)

@@ -354,6 +354,11 @@ class Network:
             absence = Absence(end, is_lost=self._closing or worker.wire_id == self.me.wire_id)
         return absence.as_error(worker.name)
 
+    @property
+    def is_loop_here(self) -> bool:
+        """Whether the calling thread is that of the event loop."""
+        return self._events.is_current
+
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop, after everything that has been queued before."""
         self._events.loop.call_soon_threadsafe(function, *args)

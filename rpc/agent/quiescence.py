@@ -8,6 +8,7 @@ from typing import final
 from ...errors import RpcTimeoutError, WorkerLostError
 from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
 from ..contracts.agent import RpcAgent
+from .server import Server
 from .stats import CallCounter
 
 __all__ = ["Quiescence"]
@@ -23,6 +24,7 @@ class Quiescence:
         self,
         agent: RpcAgent,
         calls: CallCounter,
+        server: Server,
         all_gathers: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
@@ -31,11 +33,13 @@ class Quiescence:
         Args:
             agent: the agent.
             calls: counts its calls in flight.
+            server: gives up the answers for which nobody waits.
             all_gathers: collects the counts of all workers.
             unanswered: returns the number of calls without an answer, by the name of the worker called.
         """
         self._agent = agent
         self._calls = calls
+        self._server = server
         self._all_gathers = all_gathers
         self._unanswered = unanswered
 
@@ -80,13 +84,23 @@ class Quiescence:
 
     def _wait_here(self, deadline: float | None, timeout: float) -> None:
         me = self._agent.info.name
+        logs_at = time.monotonic() + WARN_INTERVAL_S
         while True:
-            left = max(0.0, deadline - time.monotonic()) if deadline else WARN_INTERVAL_S
-            if self._calls.wait_for_none(min(left, WARN_INTERVAL_S)):
+            now = time.monotonic()
+            ends = [logs_at - now, self._server.deferred.seconds_left(), deadline and deadline - now]
+            if self._calls.wait_for_none(max(0.0, min(each for each in ends if each is not None))):
                 return
-            if deadline and time.monotonic() >= deadline:
+            self._server.abort_expired()
+            now = time.monotonic()
+            if deadline and now >= deadline:
                 raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._in_flight()} on worker")
-            log.info("shutdown of worker %s waits for %s", me, self._in_flight())
+            if now >= logs_at:
+                log.info("shutdown of worker %s waits for %s", me, self._in_flight())
+                logs_at = now + WARN_INTERVAL_S
+
+    def describe(self) -> str:
+        """Returns what the agent waits for."""
+        return self._in_flight() if self._calls.in_flight else "others to shut down"
 
     def _in_flight(self) -> str:
         """Returns a description of the calls in flight."""

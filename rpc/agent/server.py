@@ -3,7 +3,7 @@
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast, final
 
@@ -37,6 +37,7 @@ from ..contracts.messages import (
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from .codec import Codec
+from .deferred_answers import DeferredAnswer, DeferredAnswers
 from .extensions import Extensions
 from .flow_control import Nesting
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
@@ -79,7 +80,7 @@ class Server:
             postponed: postpones the calls of workers for which too much is queued.
         """
         self.waiting = waiting
-        self.deferred = CallCounter()
+        self.deferred = DeferredAnswers()
         """Requests that are to be answered later."""
         self.answering = CallCounter()
         """Those of them whose answer is known and has not been sent."""
@@ -262,8 +263,10 @@ class Server:
                     return False
                 future = cast(Deferred, result).future
                 if not future.done():
-                    self.deferred.begin()
-                    future.add_done_callback(self._answer_later(message, handler))
+                    key = self.deferred.add(message, handler)
+                    future.add_done_callback(partial(self._answer_later, key))
+                    if self.deferred.is_lost(message.source):  # who may have been told before it was registered
+                        self._executor.submit(self.abort, [key])
                     return True
                 # Not raised here: every raise would add a frame to an error that is kept.
                 if (error := future.exception()) is not None:
@@ -319,31 +322,50 @@ class Server:
         if answer.nbytes >= MIN_ANSWER_BYTES:
             self.postponed.on_answer(answer.destination, answer.nbytes)
 
-    def _answer_later(
-        self, request: Incoming, handler: Handler
-    ) -> "Callable[[concurrent.futures.Future[Any]], None]":
-        """Returns a callback that answers a request with the result of a future, on a thread of the executor."""
-
-        def on_done(future: "concurrent.futures.Future[Any]") -> None:
+    def _answer_later(self, key: tuple[int, int], future: "concurrent.futures.Future[Any]") -> None:
+        """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
+        if (deferred := self.deferred.take(key)) is not None:
             self.answering.begin()
-            self._executor.submit(answer, future)
+            self._executor.submit(self._answer_deferred, deferred, future)
 
-        def answer(future: "concurrent.futures.Future[Any]") -> None:
-            try:
-                # Not raised here: every raise would add a frame to an error that is kept.
-                if (error := future.exception()) is not None:
-                    self._answer_error(request.source, request.envelope, error)
-                elif request.envelope.id:
-                    self._send_answer(self._pack_answer(request, future.result(), handler))
-            except BaseException as error:
+    def _answer_deferred(self, deferred: DeferredAnswer, future: "concurrent.futures.Future[Any]") -> None:
+        request, handler = deferred.request, deferred.handler
+        try:
+            # Not raised here: every raise would add a frame to an error that is kept.
+            if (error := future.exception()) is not None:
                 self._answer_error(request.source, request.envelope, error)
-            finally:
-                self.answering.end()
-                self.deferred.end()
-                if handler.user_values:
-                    self._calls.end()
+            elif request.envelope.id:
+                self._send_answer(self._pack_answer(request, future.result(), handler))
+        except BaseException as error:
+            self._answer_error(request.source, request.envelope, error)
+        finally:
+            self.answering.end()
+            if handler.user_values:
+                self._calls.end()
 
-        return on_done
+    def cancel(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
+        # Here and now: in the executor's queue it would come after the calls that wait for a thread.
+        if not self.waiting.cancel(source, envelope) and len(self.deferred):
+            self._executor.submit(self.abort, [(source.wire_id, envelope.id)])
+
+    def drop_worker(self, worker: WorkerInfo) -> None:
+        """Aborts the answers to a worker that is lost."""
+        self.abort(self.deferred.of_lost(worker))
+
+    def abort_expired(self) -> None:
+        """Aborts the answers for which their callers do not wait any longer."""
+        self.abort(self.deferred.expired())
+
+    def abort(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Aborts answers: their callers are told that there will be none, and nothing waits for them here."""
+        for key in keys:
+            if (deferred := self.deferred.take(key)) is None:
+                continue
+            request = deferred.request
+            self._answer_error(request.source, request.envelope, RpcCancelledError(self._me.name))
+            if deferred.handler.user_values:
+                self._calls.end()
 
     def _answer_error(
         self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True

@@ -19,6 +19,7 @@ class CallCounter:
         self._lock = threading.Lock()
         self._none_in_flight = threading.Condition(self._lock)
         self._waiters = 0
+        self._is_closed = False
         self._requests: set[int] = set()
         self._others = 0
         self.total = 0
@@ -71,13 +72,19 @@ class CallCounter:
             self._notify()
 
     def wait_for_none(self, seconds: float | None) -> bool:
-        """Waits until no call is in flight; returns False if that takes more than `seconds`."""
+        """Waits until no call is in flight, or none counts; returns False if that takes more than `seconds`."""
         with self._lock:
             self._waiters += 1
             try:
-                return self._none_in_flight.wait_for(lambda: not self.in_flight, seconds)
+                return self._none_in_flight.wait_for(lambda: self._is_closed or not self.in_flight, seconds)
             finally:
                 self._waiters -= 1
+
+    def close(self) -> None:
+        """Ends all waits for calls to end, as the agent ends."""
+        with self._lock:
+            self._is_closed = True
+            self._none_in_flight.notify_all()
 
     def _notify(self) -> None:
         if self._waiters and not self.in_flight:

@@ -49,7 +49,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from ...c10d.debug.call_site import find_call_site
+from ...c10d.debug.call_site import find_call_site_of_thread
 from ...c10d.torch_types import TorchStore
 from ...errors import (
     AnswerFailedError,
@@ -64,6 +64,7 @@ from ...errors import (
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
+from ..execution.latch import Latch
 from .all_gather_group import AllGatherGroup
 from .group_rounds import NO_STATUS, GroupRounds, NextRound
 from .leader import CONTROL_KINDS, RoundLeader
@@ -194,7 +195,7 @@ class AllGatherService:
         if on_waiting is None:
             on_waiting = partial(self._log_wait, operation)
         deadline = time.monotonic() + timeout if timeout else None
-        result, call_site = VOID, find_call_site()
+        result, call_site = VOID, find_call_site_of_thread()
         while result.is_void:
             workers = self._replacements.latest(members)
             series = Series(topic, tuple(workers))
@@ -370,7 +371,7 @@ class AllGatherService:
 
     def _wait(self, future: torch.futures.Future[Any], seconds: float) -> bool:
         """Waits for a future; returns whether it is done."""
-        done = threading.Event()
+        done = Latch()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
             return done.wait(seconds)

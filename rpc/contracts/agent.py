@@ -279,8 +279,32 @@ class RpcAgent(ABC):
         """
 
     @abstractmethod
-    def shutdown(self, *, graceful: bool, timeout: float) -> None:
-        """Leaves the group, if `graceful` after `join(timeout)`. Does nothing when called again."""
+    def shutdown(self, *, graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
+        """Leaves the group. Does nothing when called again.
+
+        Any thread may call this while another one waits in a graceful shutdown, which ends then, too. So may a
+        handler of a signal, a remote function, a callback or a finalizer. Where waiting might last for ever, the
+        call returns before the agent has ended.
+
+        Args:
+            graceful: whether to wait first until nothing is lost.
+            timeout: seconds to wait, 0 for no limit. The agent leaves when they are over, too.
+            join: waits, on any thread; by default `join(timeout)`.
+
+        Raises:
+            RpcTimeoutError: the wait took longer.
+            Exception: what `join` has raised, if nothing has ended the wait before.
+        """
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the agent is about to leave its group, or has left it."""
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has left its group after `shutdown`. One that may do so later calls `holder.clear` itself."""
+        return True
 
     def leave_at_exit(self, end: WorkerEnd) -> None:  # noqa: ARG002
         """Leaves the group at once, because the process ends without `shutdown`.
@@ -316,6 +340,8 @@ class CurrentAgent:
     def __init__(self) -> None:
         self._default: RpcAgent | None = None
         self._afterwards = ExitStack()
+        self.has_had_one = False
+        """Whether this process has been a worker that has shut down."""
         self._thread = _ThreadState()
         self.parents: RpcAgent | None = None
         """In a forked child, the agent that its parent has."""
@@ -334,6 +360,7 @@ class CurrentAgent:
     def clear(self, agent: RpcAgent) -> None:
         """Removes the agent of the process, if it is this one."""
         if self._default is agent:
+            self.has_had_one = True
             self._default = None
             self._afterwards.close()
 

@@ -19,6 +19,7 @@ import torch
 from ...torch_internals import AnyFuture
 from .executor import Executor
 from .kept_errors import copy_error, without_frames
+from .latch import acquire
 from .waiter import SocketWaiter, Wakeable
 
 __all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
@@ -161,7 +162,7 @@ class Future(torch.futures.Future[T]):
         woken.acquire()
         self._waiters.append(woken)
         if not self.is_completing:  # else whoever completes it may have looked at the waiters before
-            woken.acquire()
+            acquire(woken)
 
     def check_completable(self) -> None:
         """Raises NotInitializedError in a forked child, in which an inherited future is never done."""

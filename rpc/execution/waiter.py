@@ -8,9 +8,13 @@ import select
 import threading
 from typing import Protocol, final
 
+from .latch import MAX_SLICE_S
 from .spinner import Spinner
 
 __all__ = ["SocketWaiter", "Wakeable"]
+
+_SLICE_MS = round(1000 * MAX_SLICE_S)
+"""Milliseconds after which a wait begins again: see `acquire` of latch.py."""
 
 
 class Wakeable(Protocol):
@@ -54,7 +58,9 @@ class SocketWaiter:
             idle[1].register(self._wake, select.POLLIN)
             idle[1].register(descriptor, select.POLLIN)
         poll = idle[1].poll
-        events = self._spinner.spin(poll) or poll()
+        events = self._spinner.spin(poll) or poll(_SLICE_MS)
+        while not events:
+            events = poll(_SLICE_MS)
         self._idle = idle
         is_readable = False
         for ready, _ in events:

@@ -255,7 +255,6 @@ def test_before_init_and_after_shutdown(workers):
             lambda: rpc.RRef(1),
             rpc.get_worker_info,
             rpc.debug_info,
-            rpc.shutdown,
         ]
         for call in calls:
             with pytest.raises(NotInitializedError, match="RPC has not been initialized.*init_rpc"):
@@ -263,6 +262,10 @@ def test_before_init_and_after_shutdown(workers):
 
     a.run(check)
     b.run(check)
+    with pytest.raises(NotInitializedError, match="RPC has not been initialized.*init_rpc"):
+        a.run(rpc.shutdown)
+    b.run(rpc.shutdown)
+    b.run(rpc.shutdown, graceful=False)
 
 
 def test_using_a_reference_after_shutdown(workers):

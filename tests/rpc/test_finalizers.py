@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import RpcError
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 
-from tests.remote_functions import identity, wait_until
+from tests import remote_functions
+from tests.remote_functions import identity, keep, wait_until
 from tests.rpc.generators import count_to
 
 Lock = type(threading.Lock())
@@ -143,18 +143,41 @@ def test_a_call_in_a_garbage_collection_takes_no_lock(agents, transports):
         made[2].wait()
 
 
-def test_a_finalizer_cannot_wait_for_a_call(agents):
-    a, b = agents(2)
-    raised: list[str] = []
+def test_a_finalizer_waits_for_a_call(two_workers):
+    """It has interrupted code of the program, which holds no lock of the agent."""
+    a, _ = two_workers
 
-    def call() -> None:
-        with holder.using(a), pytest.raises(RpcError) as caught:
-            rpc.rpc_sync(b.info, len, ("abc",))
-        raised.append(str(caught.value))
+    def call_and_collect() -> list[int]:
+        answers: list[int] = []
+        collect_with_call(lambda: answers.append(rpc.rpc_sync("worker1", len, ("abc",))))
+        return answers
 
-    with all_locks_held(a, b):
-        collect_with_call(call)
-    assert raised[0].startswith("a finalizer (__del__) cannot wait for rpc_sync len on worker 'agent1'")
+    assert a.run(call_and_collect) == [3]
+    assert a.log.read_text() == ""
+
+
+def test_a_finalizer_does_not_wait_where_its_thread_may_hold_a_lock(two_workers):
+    """Collections run at any line, also of gradwire: the calls are sent, and nothing is printed."""
+    a, b = two_workers
+    calls = 100
+
+    def call_and_collect() -> set[int | None]:
+        answers: set[int | None] = set()
+        threshold = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            for _ in range(calls):
+                CallsAtTheEnd(lambda: answers.add(rpc.rpc_sync("worker1", keep, (1,), timeout=0)))
+                rpc.rpc_sync("worker1", identity, ([1],))
+        finally:
+            gc.set_threshold(*threshold)
+        gc.collect()
+        return answers
+
+    answers = a.run(call_and_collect)
+    b.run(wait_until, lambda: len(remote_functions.kept) == calls)
+    assert None in answers
+    assert a.log.read_text() == ""
 
 
 def test_a_call_in_a_collection_while_a_thread_is_started(agents, monkeypatch):

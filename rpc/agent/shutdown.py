@@ -1,0 +1,231 @@
+"""How an agent leaves its group, whoever asks for it, and however often.
+
+An agent is running, then maybe in a graceful shutdown, then ending, then ended. Any thread may begin a graceful
+shutdown, and any thread may end it: all that wait for it wait for the end of the agent, and hold no lock.
+
+- For the main thread others do the work: a handler of a signal may interrupt it at any step, and raise.
+- Another thread of the program ends the agent itself.
+- So does a thread of gradwire, such as one that runs a remote function. If it begins a graceful shutdown, it goes
+  on at once, as that waits for what the thread does.
+- A finalizer in a garbage collection waits for nothing, nor does a handler that has interrupted code of gradwire:
+  it may hold a lock. The event loop has a thread do the work.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import final
+
+from ...c10d.debug.call_site import called_at, find_call_site
+from ...errors import LossCause, RpcTimeoutError
+from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..execution.executor import Executor
+from ..execution.interruptions import handler_must_not_wait
+from ..execution.latch import Latch
+from .network import Network
+
+__all__ = ["Shutdown"]
+
+TIMEOUT_MARGIN_S = 1.0
+"""Seconds after its timeout within which a graceful shutdown says which workers it has waited for."""
+
+THREAD_PREFIX = "gradwire-"
+"""How the names of all threads of gradwire begin."""
+
+
+@final
+class _Graceful:
+    """A graceful shutdown.
+
+    error: what has kept it from being one; raised by the call that began it.
+    """
+
+    def __init__(self, join: Callable[[], None]) -> None:
+        self.join = join
+        self.call_site = find_call_site()
+        self.error: Exception | None = None
+
+
+@final
+class Shutdown:
+    """The shutdown of one agent. Safe to use from any thread, handler of a signal, or finalizer."""
+
+    def __init__(
+        self,
+        name: str,
+        close: Callable[[WorkerEnd, bool], None],
+        describe: Callable[[], str],
+        is_collecting_here: Callable[[], bool],
+        network: Network,
+        executor: Executor,
+    ) -> None:
+        """The agent is running.
+
+        Args:
+            name: of the worker.
+            close: ends the agent, given how the worker ends, and whether all of its calls have ended.
+            describe: returns what a graceful shutdown waits for.
+            is_collecting_here: returns whether the calling thread runs a finalizer in a garbage collection.
+            network: of the agent; its event loop does what this thread must not.
+            executor: of the agent, whose threads take the place of those that cannot be started any more.
+        """
+        self._name = name
+        self._close_agent = close
+        self._describe = describe
+        self._is_collecting_here = is_collecting_here
+        self._network = network
+        self._executor = executor
+        # Of these the first entry counts. It is made, or taken, in one step, whatever interrupts the thread.
+        self._graceful: dict[None, _Graceful] = {}
+        self._ends: dict[None, WorkerEnd] = {}
+        self._right_to_close = [None]
+        self._closer: threading.Thread | None = None
+        """The thread that ends the agent, or has ended it."""
+        self._threads: list[threading.Thread] = []
+        """Those that were started for this shutdown."""
+        self._ended = Latch()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the agent ends, or has ended."""
+        return bool(self._ends)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the agent has ended."""
+        return self._ended.is_set
+
+    def wait_and_end(self, join: Callable[[], None], timeout: float) -> None:
+        """Ends the agent when a function has returned, which a thread runs unless it runs another one already.
+
+        Args:
+            join: waits until the agent can end.
+            timeout: seconds after which the agent ends all the same; 0 for never.
+
+        Raises:
+            RpcTimeoutError: the function took longer.
+            Exception: what the function has raised.
+        """
+        if self._ends:
+            self.end(SHUT_DOWN)
+            return
+        graceful = _Graceful(join)
+        if self._must_not_wait() or _is_own_thread():
+            self._later(self._begin_apart, graceful, timeout)
+            return
+        try:
+            if not self._begin(graceful):
+                self._join()
+            limit = timeout + TIMEOUT_MARGIN_S if self._graceful[None] is graceful else timeout
+            if not self._wait_for_end(limit if timeout else None):
+                raise RpcTimeoutError(self._name, timeout, f"shutdown waits for {self._describe()} on worker")
+        except BaseException as error:
+            self.end(SHUT_DOWN if isinstance(error, Exception) else WorkerEnd.by_error(error))
+            raise
+        if graceful.error is not None:
+            raise graceful.error
+
+    def end(self, end: WorkerEnd) -> None:
+        """Ends the agent now. Waits until it has ended, unless this thread cannot.
+
+        Args:
+            end: how the worker ends, if nobody has said so before.
+        """
+        self._ends.setdefault(None, end)
+        if self.has_ended:
+            return
+        if self._must_not_wait():
+            self._later(self._close_apart)
+        elif _is_own_thread():
+            self._close()  # and no longer: whoever ends the agent waits for its threads
+        else:
+            if threading.current_thread() is not threading.main_thread() or not self._start(self._close):
+                self._close()
+            self._wait_for_end(None)
+
+    def end_at_exit(self, end: WorkerEnd) -> None:
+        """Ends the agent because the process ends; unless that is by an error, a graceful shutdown goes on."""
+        if not self._graceful or self._ends or end.cause is not LossCause.EXIT:
+            self.end(end)
+            return
+        try:
+            self._wait_for_end(None)
+        except BaseException as error:
+            self.end(WorkerEnd.by_error(error))
+            raise
+
+    def _must_not_wait(self) -> bool:
+        """Returns whether this thread is the loop, or runs what has interrupted code that may hold a lock."""
+        if self._is_collecting_here() or self._network.is_loop_here:
+            return True
+        return threading.current_thread() is threading.main_thread() and handler_must_not_wait()
+
+    def _wait_for_end(self, seconds: float | None) -> bool:
+        """Waits until the agent has ended, at most `seconds`; returns whether it has."""
+        if self._closer is threading.current_thread():  # a callback calls this, while this thread ends the agent
+            return True
+        has_ended = self._ended.wait(seconds)
+        if has_ended and self._closer in self._threads:
+            self._closer.join()  # so that it keeps nothing alive
+        return has_ended
+
+    def _begin(self, graceful: _Graceful) -> bool:
+        """Begins a graceful shutdown, unless one has begun; returns False if there is no thread for it."""
+        return self._graceful.setdefault(None, graceful) is not graceful or self._start(self._join)
+
+    def _join(self) -> None:
+        graceful = self._graceful[None]
+        try:
+            with called_at(graceful.call_site):
+                graceful.join()
+        except Exception as error:
+            if not self._ends:  # else it has failed because the agent ends
+                graceful.error = error
+        self._ends.setdefault(None, SHUT_DOWN)
+        self._close(in_order=graceful.error is None)
+
+    def _close(self, *, in_order: bool = False) -> None:
+        """Ends the agent, unless a thread has begun to."""
+        try:
+            self._right_to_close.pop()
+        except IndexError:
+            return
+        self._closer = threading.current_thread()
+        try:
+            self._close_agent(self._ends[None], in_order)
+        finally:
+            self._ended.set()
+
+    def _start(self, function: Callable[[], None]) -> bool:
+        """Runs a function on a thread of its own; returns False if there can be no more threads."""
+        name = f"{THREAD_PREFIX}shutdown-{self._name}"
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits
+            return False
+        return True
+
+    def _later(self, function: Callable[..., None], *args: object) -> None:
+        """Calls a function on the event loop. That takes no lock, and does nothing when the agent has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._network.call_soon(function, *args)
+
+    # On the event loop.
+
+    def _begin_apart(self, graceful: _Graceful, timeout: float) -> None:
+        if not self._begin(graceful):
+            self._executor.submit_urgent(self._join)
+        if timeout:
+            asyncio.get_running_loop().call_later(timeout, self.end, SHUT_DOWN)
+
+    def _close_apart(self) -> None:
+        if not self._start(self._close):
+            self._executor.submit_urgent(self._close)
+
+
+def _is_own_thread() -> bool:
+    """Returns whether the calling thread is one of gradwire's."""
+    return threading.current_thread().name.startswith(THREAD_PREFIX)
