@@ -38,7 +38,7 @@ class InheritedAgent(RpcAgent):
     serving = submit = blocking = extension = _refuse
     traffic = debug_info = join = _refuse
 
-    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+    def shutdown(self, *, graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
         """Does nothing: the parent leaves the group."""
 
 
