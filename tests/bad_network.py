@@ -15,6 +15,7 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes agents of this process repeat unacknowledged control messages within milliseconds."""
     monkeypatch.setattr(control, "ATTEMPT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(control, "MAX_DOUBLINGS", 0)
     monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(control, "MAX_PAUSE_S", 0.02)
 

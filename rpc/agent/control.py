@@ -46,7 +46,8 @@ ATTEMPT_TIMEOUT_S = 5.0
 """Seconds that the first attempt waits for its acknowledgement. Each later one waits twice as long: the link may
 be slow."""
 
-MAX_ATTEMPT_TIMEOUT_S = 300.0
+MAX_DOUBLINGS = 3
+"""How often the time for an attempt is doubled."""
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
@@ -329,7 +330,7 @@ class RetryingControlMessages:
             envelope.control.CopyFrom(header)
 
         payloads = [sent.payload for sent in batch.messages]
-        seconds = min(MAX_ATTEMPT_TIMEOUT_S, ATTEMPT_TIMEOUT_S * 2 ** min(batch.attempts - 1, 16))
+        seconds = ATTEMPT_TIMEOUT_S * 2 ** min(batch.attempts - 1, MAX_DOUBLINGS)
         request = Request(CONTROL, payloads, timeout=seconds, header=add_header)
         try:
             future = self._agent.request(batch.queue.worker, request)
