@@ -68,7 +68,8 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         TypeError: these are no arguments.
         Exception: what the function raises.
     """
-    check_received(args)
+    if type(args) is not tuple:
+        check_received(args)
     if isinstance(function, torch.jit.ScriptFunction):
         return run_script_function(function, args, kwargs)
     result = function(*args, **kwargs)
