@@ -58,8 +58,8 @@ class Leases:
                 buffer.mapping.share_with_children()  # type: ignore[attr-defined]
                 self._pinned.add(number)
 
-    def forget(self, number: int) -> None:
-        """Forgets a segment that is not used again."""
+    def discard(self, number: int) -> None:
+        """Discards what is known of a segment that is not used again."""
         self._pinned.discard(number)
 
     def _end(self, number: int, buffer: "weakref.ref[Memory]") -> None:

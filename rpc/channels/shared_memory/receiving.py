@@ -226,7 +226,7 @@ class MappedSegments:
         spent = []
         while self._spent:
             spent.append(self._spent.popleft())
-            self._leases.forget(spent[-1])
+            self._leases.discard(spent[-1])
         return spent, self.remove(spent)
 
     def _release(self, number: int) -> None:
