@@ -55,7 +55,8 @@ def serve(
         server = StoreServer(limits, DurableState(journal, limits))
         loop = acquire_event_loop()
         try:
-            bound = loop.run(server.start(host_for_listening(host, insecure=is_protected), port, identity))
+            where = host_for_listening(host, insecure=is_protected)
+            bound = loop.run(server.start(where, port, identity, insecure=insecure))
             print(f"store on {format_address(host, bound)}, log {log}", flush=True)
             stopped.wait()
             loop.run(server.stop())

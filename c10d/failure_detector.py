@@ -44,7 +44,7 @@ from .security import SHARED_HOST_NAME, Audit, Identity, certified_names, printa
 from .socket_peers import address_of_peer, is_of_same_user
 from .torch_types import TorchStore
 
-__all__ = ["FailureDetector"]
+__all__ = ["FailureDetector", "Message", "parse_message"]
 
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 LEFT = "left the group"

@@ -27,7 +27,7 @@ _Address: TypeAlias = tuple[str, int]
 
 @final
 @dataclass(frozen=True, slots=True)
-class TcpSocket:
+class _TcpSocket:
     """A line of the kernel's tables.
 
     local, remote: address and port of both ends; IPv4 addresses in IPv6 are shown as IPv4.
@@ -43,7 +43,7 @@ class TcpSocket:
     inode: int
 
 
-def tcp_sockets() -> Iterator[TcpSocket]:
+def _tcp_sockets() -> Iterator[_TcpSocket]:
     """Yields the TCP sockets of this network. Raises OSError if the kernel does not tell."""
     for table in _tables():
         for line in table.splitlines()[1:]:
@@ -52,7 +52,7 @@ def tcp_sockets() -> Iterator[TcpSocket]:
 
 def users_listening(port: int) -> set[int]:
     """Returns the users who listen on a port of this network, at whatever address."""
-    return {each.user for each in tcp_sockets() if each.state == LISTENS and each.local[1] == port}
+    return {each.user for each in _tcp_sockets() if each.state == LISTENS and each.local[1] == port}
 
 
 def user_of_peer(connection: socket.socket) -> int | None:
@@ -65,7 +65,7 @@ def user_of_peer(connection: socket.socket) -> int | None:
 def own_listening_ports() -> set[int]:
     """Returns the ports on which this process listens. Raises OSError if the kernel does not tell."""
     own = _own_descriptors()
-    return {each.local[1] for each in tcp_sockets() if each.state == LISTENS and each.inode in own}
+    return {each.local[1] for each in _tcp_sockets() if each.state == LISTENS and each.inode in own}
 
 
 def cut_off_other_users(ports: set[int]) -> list[int]:
@@ -82,7 +82,7 @@ def cut_off_other_users(ports: set[int]) -> list[int]:
     """
     own = _own_descriptors()
     found = []
-    for each in list(tcp_sockets()):
+    for each in list(_tcp_sockets()):
         if each.state == ESTABLISHED and each.local[1] in ports and each.inode in own:
             user = _user_of(each.remote, each.local)
             if user != os.geteuid():
@@ -131,7 +131,7 @@ def _tables() -> Iterator[str]:
         yield Path("/proc/thread-self/net/tcp6").read_text()
 
 
-def _find(local: _Address, remote: _Address) -> TcpSocket | None:
+def _find(local: _Address, remote: _Address) -> _TcpSocket | None:
     """Returns the socket with these ends; None without one."""
     wanted = [f" {_written(*local, as_ipv6=each)} {_written(*remote, as_ipv6=each)} " for each in (False, True)]
     for table in _tables():  # searched as text, because it may be long
@@ -141,9 +141,9 @@ def _find(local: _Address, remote: _Address) -> TcpSocket | None:
     return None
 
 
-def _parse(line: str) -> TcpSocket:
+def _parse(line: str) -> _TcpSocket:
     fields = line.split()
-    return TcpSocket(_read(fields[1]), _read(fields[2]), int(fields[3], 16), int(fields[7]), int(fields[9]))
+    return _TcpSocket(_read(fields[1]), _read(fields[2]), int(fields[3], 16), int(fields[7]), int(fields[9]))
 
 
 def _read(text: str) -> _Address:

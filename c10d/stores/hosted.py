@@ -29,6 +29,7 @@ class HostedServer:
         world_size: number of clients, the master included, that `join` waits for; None not to wait.
         credentials: what clients must have; None for connections in the clear.
         limits: what the server holds at most; None for the defaults, or on a shared one for those that it has.
+        insecure: whether everybody may connect who reaches the host, if there are no credentials.
     """
 
     _shared: ClassVar[dict[int, "HostedServer"]] = {}
@@ -42,6 +43,8 @@ class HostedServer:
         world_size: int | None,
         credentials: Credentials | None,
         limits: StoreLimits | None,
+        *,
+        insecure: bool,
     ) -> None:
         self._world_size = world_size
         self._users = 1
@@ -51,7 +54,7 @@ class HostedServer:
         self._loop: EventLoop = acquire_event_loop()
         self._server = StoreServer(self._limits)
         try:
-            self.port = self._loop.run(self._server.start(host, port, identity))
+            self.port = self._loop.run(self._server.start(host, port, identity, insecure=insecure))
         except BaseException:
             self._loop.release()
             raise
@@ -64,6 +67,8 @@ class HostedServer:
         world_size: int | None,
         credentials: Credentials | None,
         limits: StoreLimits | None,
+        *,
+        insecure: bool,
     ) -> Self:
         """Returns the shared server of this process on this port, and starts one if there is none.
 
@@ -75,7 +80,7 @@ class HostedServer:
                 found._check_same(host, credentials, limits)
                 found._users += 1
                 return found
-            made = cls(host, port, world_size, credentials, limits)
+            made = cls(host, port, world_size, credentials, limits, insecure=insecure)
             cls._shared[made.port] = made
             return made
 

@@ -99,19 +99,11 @@ class StoreTarget:
 
 
 def find_store(port: int) -> StoreTarget | None:
-    """Returns the socket of this user's store that has a port; None without one.
-
-    Raises:
-        StoreError: there is one that others than this user can use.
-    """
+    """Returns the socket of this user's store that has a port; None without one."""
     name = store_socket_name(port)
     for directory in SocketDirectory.all_of_this_user():
-        try:
+        with suppress(FileNotFoundError, UnsafePathError):  # one that has just been bound is not restricted yet
             return StoreTarget(directory, f"{directory.path}/{name}")
-        except FileNotFoundError:
-            continue
-        except UnsafePathError as error:
-            raise StoreError(f"the store on port {port} cannot be used: {error}") from error
     return None
 
 

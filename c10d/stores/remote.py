@@ -6,6 +6,7 @@ those again that were in flight when the connection was lost: the server does ea
 
 import math
 import secrets
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -17,7 +18,7 @@ import grpc
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address, is_loopback, resolve
+from ..addresses import allows_insecure, format_address, is_loopback, resolve
 from ..inheritance import note_peer
 from ..security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
 from ..waiting import wait_with_warnings
@@ -86,13 +87,14 @@ class _Calls:
 class RemoteServer:
     """A gRPC connection to the server in another process; without credentials, on this host by its unix socket."""
 
-    def __init__(self, host: str, port: int, identity: Identity | None) -> None:
+    def __init__(self, host: str, port: int, identity: Identity | None, *, insecure: bool = False) -> None:
         """Connects to nobody yet.
 
         Args:
             host: name or address of the server.
             port: of the server.
             identity: what this process shows and demands; None for connections in the clear.
+            insecure: whether a server on this host may be another user's.
 
         Raises:
             StoreError: the host name cannot be resolved.
@@ -100,6 +102,7 @@ class RemoteServer:
         self._host, self._port, self._identity = host, port, identity
         self._address = format_address(host, port)
         self._is_local = identity is None and is_loopback(host)
+        self._insecure = allows_insecure(insecure)
         self._target: StoreTarget | None = None
         """The socket of a server on this host, once it is there."""
         self._calls = None if self._is_local else self._connect(self._address)
@@ -123,7 +126,7 @@ class RemoteServer:
 
         Raises:
             StoreNetworkError: the socket is not there within `seconds`.
-            StoreError: others than this user can use it, or this connection is closed.
+            StoreError: this connection is closed.
         """
         if self._calls is not None:
             return self._calls
@@ -134,12 +137,22 @@ class RemoteServer:
                     raise self._closed_error()
                 if self._calls is None and (found := find_store(self._port)) is not None:
                     self._target, self._calls = found, self._connect(found.address)
+                if self._calls is None and self._insecure and self._listens():
+                    self._calls = self._connect(self._address)
                 if self._calls is not None:
                     return self._calls
             if (left := deadline - time.monotonic()) <= 0:
                 raise StoreNetworkError(f"no store of this user is on {self._address}{self._who_else()}")
             self._closed.wait(min(interval, left))
             interval = min(2 * interval, FIND_INTERVALS_S[1])
+
+    def _listens(self) -> bool:
+        """Returns whether anybody listens on the port."""
+        try:
+            socket.create_connection((self._host, self._port), DIAGNOSIS_INTERVAL_S).close()
+        except OSError:
+            return False
+        return True
 
     def _who_else(self) -> str:
         found = who_listens(self._host, self._port)

@@ -118,16 +118,19 @@ class StoreServer:
         """Number of clients that have joined."""
         return self._state.joined
 
-    async def start(self, host: str, port: int, identity: Identity | None = None) -> int:
+    async def start(
+        self, host: str, port: int, identity: Identity | None = None, *, insecure: bool = False
+    ) -> int:
         """Listens, and returns the port; a free one if `port` is 0.
 
         Without an identity, processes of this host reach the server by a unix socket, which is of their user only:
-        see `LocalSocket`. Then it listens on a port only if the host is not a loopback address.
+        see `LocalSocket`. Then it listens on a port only with `insecure`.
 
         Args:
             host: name or address to listen on.
             port: to listen on.
             identity: what this process shows and demands on connections; None for connections in the clear.
+            insecure: whether everybody may connect who reaches the host.
 
         Raises:
             StoreNetworkError: the port is in use, or the host is not this machine.
@@ -151,10 +154,11 @@ class StoreServer:
             credentials = identity.grpc_server_credentials(partial(self.audit.connect, LISTENER))
         try:
             is_local = identity is None and is_loopback(host)
-            bound = _bind(self._reserve if is_local else partial(_add_port, server, credentials), host, port)
+            takes_port = partial(_add_port, server, credentials) if insecure or not is_local else self._reserve
+            bound = _bind(takes_port, host, port)
             note_listener(self, bound, *resolve(host))
-            if identity is None and (is_local or _is_wildcard(host)):
-                self._socket = LocalSocket(server.add_insecure_port, host, bound)
+            if is_local or (identity is None and _is_wildcard(host)):
+                self._socket = _listen_locally(server, host, bound, insecure=insecure)
         except BaseException:
             await server.stop(None)
             self._release_addresses()
@@ -376,6 +380,18 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
+
+
+def _listen_locally(server: grpc.aio.Server, host: str, port: int, *, insecure: bool) -> LocalSocket | None:
+    """Has a server listen on its unix socket. Returns it; None if there can be none and a port will do."""
+    try:
+        return LocalSocket(server.add_insecure_port, host, port)
+    except StoreNetworkError:
+        raise
+    except StoreError:
+        if not insecure:
+            raise
+        return None
 
 
 def _is_wildcard(host: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Protocol, final
 
 from ...errors import StoreError
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import host_for_listening, require_trusted
+from ..addresses import allows_insecure, host_for_listening, require_trusted
 from ..security import Credentials
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from .hosted import HostedServer, take_over_port
@@ -19,7 +19,7 @@ __all__ = ["TCPStore"]
 class TCPStore(Store):
     """A store that one process, the master, hosts. Every process that knows the master's address can use it.
 
-    At a loopback address, without credentials, only processes of the master's user on its host can.
+    At a loopback address, without credentials and `insecure`, only processes of the master's user on its host can.
 
     When the master closes the store or dies, operations of other processes fail at once with a StoreNetworkError.
     A store that is a process of its own (`gradwire store`) may die and be started again: operations wait
@@ -60,7 +60,8 @@ class TCPStore(Store):
             master_listen_fd: file descriptor of a listening socket. The master closes the socket, and listens on
                 its port.
             use_libuv: ignored, since the server is always gRPC's; accepted for compatibility with torch.
-            insecure: allows an address that is not a loopback address, without credentials.
+            insecure: allows an address that is not a loopback address, without credentials; at a loopback address,
+                lets in other users of the host.
             credentials: what all processes of the store recognize each other by, on encrypted connections. By
                 default those in the environment: see Credentials.from_environment.
             limits: what the master holds at most; None for the defaults of StoreLimits, or on a shared master for
@@ -91,10 +92,10 @@ class TCPStore(Store):
             make = HostedServer.shared if multi_tenant else HostedServer
             listen_host = host_for_listening(host_name, insecure=is_protected)
             users = world_size if wait_for_workers else None
-            hosted = make(listen_host, port, users, self.credentials, limits)
+            hosted = make(listen_host, port, users, self.credentials, limits, insecure=allows_insecure(insecure))
             self._connection, self._port = hosted, hosted.port
         else:
-            self._connection = RemoteServer(host_name, port, self._identity)
+            self._connection = RemoteServer(host_name, port, self._identity, insecure=insecure)
         try:
             self._connection.join(seconds)
         except BaseException:
@@ -129,7 +130,7 @@ class TCPStore(Store):
         cloned = TCPStore.__new__(TCPStore)
         cloned._host, cloned._port, cloned.insecure = self._host, self._port, self.insecure
         cloned.credentials, cloned._identity = self.credentials, self._identity
-        connection = RemoteServer(self._host, self._port, self._identity)
+        connection = RemoteServer(self._host, self._port, self._identity, insecure=self.insecure)
         if isinstance(self._connection, RemoteServer):
             connection.join_as(self._connection)
         connection.keep_from_children()
