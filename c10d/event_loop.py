@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar, final
 
-from .inheritance import at_fork
+from .inheritance import at_fork, keep_in_children
 
 __all__ = ["EventLoop", "acquire_event_loop"]
 
@@ -94,7 +94,7 @@ class _SharedLoop:
 
     def __init__(self) -> None:
         self.user_count = 0
-        self.loop = asyncio.new_event_loop()
+        self.loop = keep_in_children(asyncio.new_event_loop())  # its end would take the parent's loop its sockets
         self.loop.set_task_factory(_make_task)
         self.thread = threading.Thread(target=self._run, name="gradwire-loop", daemon=True)
         self.thread.start()

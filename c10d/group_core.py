@@ -136,11 +136,23 @@ class GroupCore:
 
     # Operations.
 
+    def require_own_process(self) -> None:
+        """Raises ProcessGroupError in a forked child, which has none of the group's threads and connections."""
+        if self._is_inherited():
+            raise ProcessGroupError(
+                f"this group was formed in process {self._process} and is used in its fork {os.getpid()}: form a "
+                "group in the processes that use it"
+            )
+
+    def _is_inherited(self) -> bool:
+        return self._process != os.getpid()
+
     def start(self, call: CollectiveCall) -> PendingOperation | None:
         """Starts an operation on the engine of the tensors' device.
 
         Returns None if the operation is done already; with `call.options.is_sync` it is done in any case.
         """
+        self.require_own_process()
         self._raise_if_failed()
         if torch.is_inference_mode_enabled():  # engines' temporary tensors are written to by other threads
             with torch.inference_mode(mode=False):
@@ -189,6 +201,8 @@ class GroupCore:
 
     def wait_for_operations(self) -> None:
         """Waits until the operations in flight, except receives, have finished, successfully or not."""
+        if self._is_inherited():
+            return
         for pending in self._recorder.in_flight():
             with suppress(Exception):  # the Works raise it to the caller
                 pending.wait(None)
@@ -314,10 +328,17 @@ class GroupCore:
 
     def abort(self) -> None:
         """Ends this rank's operations in flight with GroupAbortedError. The other ranks notice that it left."""
+        if self._is_inherited():
+            return
         self._end(GroupAbortedError(f"rank {self.rank} aborted the group"))
 
     def shutdown(self) -> None:
-        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError."""
+        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError.
+
+        Does nothing in a forked child: the group is the parent's.
+        """
+        if self._is_inherited():
+            return
         self._drain_engines()
         self._end(GroupAbortedError(f"rank {self.rank} shut the group down"))
         self._finish_close()
@@ -343,7 +364,7 @@ class GroupCore:
 
         This is a finalizer, which may run on any thread at any line: it takes no lock and waits for nothing.
         """
-        if self._process == os.getpid():  # a forked process has none of the group's threads and connections
+        if not self._is_inherited():
             self._event_loop.call_soon(self._start_closing_thread)
 
     def _start_closing_thread(self) -> None:

@@ -182,6 +182,7 @@ class GroupMember:
         self._used_uuids.add(uuid)
 
     def _require_support(self) -> None:
+        self.core.require_own_process()
         if self.cannot_reconfigure:
             raise UnsupportedOperationError(self.core.backend, "form groups anew", self.cannot_reconfigure)
 

@@ -10,6 +10,8 @@ see `note_listener` and `note_peer`. A descriptor is not closed, but leads to /d
 have its number would shut down, or close, what the child opens next.
 """
 
+import ctypes
+import gc
 import ipaddress
 import logging
 import os
@@ -18,11 +20,11 @@ import socket
 import weakref
 from collections.abc import Callable, Set
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from .user_sockets import is_socket_path
 
-__all__ = ["ABSTRACT_PREFIX", "at_fork", "note_listener", "note_peer", "replace"]
+__all__ = ["ABSTRACT_PREFIX", "at_fork", "keep_in_children", "note_listener", "note_peer", "replace"]
 
 ABSTRACT_PREFIX: Final = "gradwire-"
 """What the names of unix sockets in the abstract namespace begin with, after the null byte."""
@@ -31,10 +33,21 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 _MEMORY: Final = re.compile(r"/memfd:(gradwire|pulse-of-gradwire)( \(deleted\))?")
 """Where the descriptors of segments of shared memory lead, and of counters, that are sent to other processes."""
 
+_lasting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What children never free."""
+
+_has_lasting = False
+"""Whether this process has made such an object, which may wait for a garbage collection by now."""
+
+_kept: list[object] = []
+"""In a child, what it keeps of its parent's."""
+
 _before: list[Callable[[], None]] = []
 _in_child: list[Callable[[], None]] = []
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _Address(NamedTuple):
@@ -95,6 +108,14 @@ def note_peer(owner: object, port: int, *hosts: str) -> None:
     _peers[owner] = frozenset(_Address.of(host, port) for host in hosts)
 
 
+def keep_in_children(made: T) -> T:
+    """Has children never free an object whose end needs threads that they lack, as in gRPC. Returns the object."""
+    global _has_lasting  # noqa: PLW0603
+    _has_lasting = True
+    _lasting.add(made)
+    return made
+
+
 def replace(descriptor: int) -> None:
     """Has a descriptor lead to /dev/null, in a child. Raises OSError."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -111,6 +132,7 @@ def _prepare() -> None:
 
 def _leave_to_parent() -> None:
     """Tells all that is to know of it that this process is a child, and replaces the descriptors."""
+    _keep_lasting_objects()
     for function in _in_child:
         try:
             function()
@@ -118,6 +140,15 @@ def _leave_to_parent() -> None:
             log.exception("a part of gradwire cannot be left to the parent of this process")
     with suppress(OSError):  # no descriptor is left, or there is no /proc
         _replace_connections()
+
+
+def _keep_lasting_objects() -> None:
+    """Has neither garbage collections nor the end of the process free what must not be freed here."""
+    if not _has_lasting:
+        return
+    _kept.extend(_lasting)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # also when the modules are cleared, at exit
+    gc.freeze()  # parts of gRPC's objects wait in reference cycles for a garbage collection
 
 
 def _replace_connections() -> None:

@@ -246,6 +246,7 @@ class ProcessGroup(BackendInterface):
             CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
                 every absent rank.
         """
+        self._core.require_own_process()
         self._store_barrier.wait(self._timeout_s(timeout), wait_all_ranks=wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:

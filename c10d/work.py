@@ -1,5 +1,6 @@
 """GroupWork, the torch.distributed.Work of an engine's operation."""
 
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,6 +9,7 @@ from typing import Any, final
 import torch
 from torch.futures import Future
 
+from ..errors import ProcessGroupError
 from .pending import PendingOperation
 from .torch_types import OpType, TorchProcessGroup, TorchWork
 
@@ -42,6 +44,7 @@ class GroupWork(TorchWork):
         self._pending = pending
         self._devices = devices
         self._group = None if pending is None else group
+        self._process = os.getpid()
         self._future_lock = threading.Lock()
         self._future: Future[Any] | None = None
 
@@ -52,6 +55,7 @@ class GroupWork(TorchWork):
             timeout: how long to wait; None, zero or less to wait as long as the operation may take.
         """
         if self._pending is not None:
+            self._require_own_process()
             seconds = None if timeout is None else timeout.total_seconds()
             try:
                 self._pending.wait(seconds if seconds is not None and seconds > 0 else None)
@@ -69,10 +73,21 @@ class GroupWork(TorchWork):
 
     def is_completed(self) -> bool:
         """Returns whether the operation has finished, successfully or not."""
-        if self._pending is None or self._pending.done():
+        if self._pending is None:
+            return True
+        self._require_own_process()
+        if self._pending.done():
             self._group = None
             return True
         return False
+
+    def _require_own_process(self) -> None:
+        """Raises ProcessGroupError if the operation was in flight when this process was forked."""
+        if self._group is not None and self._process != os.getpid():
+            raise ProcessGroupError(
+                f"{self._operation} was started in process {self._process}, of which this process is a fork: wait "
+                "for it there"
+            )
 
     def is_success(self) -> bool:
         """Returns whether the operation has succeeded."""

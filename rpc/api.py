@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
+from ..c10d.grpc_objects import why_grpc_is_unusable
 from ..c10d.registration import GroupKind
 from ..c10d.rendezvous import rendezvous
 from ..c10d.torch_types import TorchStore
-from ..errors import RpcError
+from ..errors import NotInitializedError, RpcError
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .contracts import inherited_agent  # noqa: F401 - what becomes of agents in forked children
 from .contracts.agent import Destination, RpcAgent, current_agent, holder
@@ -97,11 +98,13 @@ def init_rpc(
     Raises:
         RendezvousError: the workers did not find each other, or contradict each other; then all raise the same.
         RpcError: this process is a worker already.
-        NotInitializedError: this process is a child that a worker has forked.
+        NotInitializedError: this process is a child that a worker, or another user of gRPC, has forked.
         TypeError, ValueError: an argument is invalid.
     """
     if holder.parents is not None:
         raise holder.why_none()
+    if why := why_grpc_is_unusable():
+        raise NotInitializedError(why)
     kind, options = _choose_backend(backend, rpc_backend_options)
     check_worker_name(name)
     check_consent(options)

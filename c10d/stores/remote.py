@@ -19,6 +19,7 @@ from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import allows_insecure, format_address, is_loopback, resolve
+from ..grpc_objects import note_grpc, why_grpc_is_unusable
 from ..inheritance import note_peer
 from ..security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
 from ..waiting import wait_with_warnings
@@ -97,8 +98,10 @@ class RemoteServer:
             insecure: whether a server on this host may be another user's.
 
         Raises:
-            StoreError: the host name cannot be resolved.
+            StoreError: the host name cannot be resolved, or this process cannot use gRPC.
         """
+        if why := why_grpc_is_unusable():
+            raise StoreError(why)
         self._host, self._port, self._identity = host, port, identity
         self._address = format_address(host, port)
         self._is_local = identity is None and is_loopback(host)
@@ -117,9 +120,9 @@ class RemoteServer:
 
     def _connect(self, address: str) -> _Calls:
         if self._identity is None:
-            return _Calls(grpc.insecure_channel(address, options=_CLIENT_OPTIONS))
+            return _Calls(note_grpc(grpc.insecure_channel(address, options=_CLIENT_OPTIONS)))
         options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SHARED_HOST_NAME)]
-        return _Calls(grpc.secure_channel(address, self._identity.grpc_channel_credentials(), options))
+        return _Calls(note_grpc(grpc.secure_channel(address, self._identity.grpc_channel_credentials(), options)))
 
     def _open(self, seconds: float = 0.0) -> _Calls:
         """Returns what calls the server; waits for the socket of one on this host.

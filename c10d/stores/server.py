@@ -20,6 +20,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, is_loopback, is_numeric, resolve
 from ..descriptors import half_of_descriptors
+from ..grpc_objects import note_grpc, why_grpc_is_unusable
 from ..inheritance import note_listener
 from ..listening import ListenSettings
 from ..round_trips import MAX_ROUND_TRIP_S
@@ -134,7 +135,7 @@ class StoreServer:
 
         Raises:
             StoreNetworkError: the port is in use, or the host is not this machine.
-            StoreError: there is no directory for the unix socket.
+            StoreError: there is no directory for the unix socket, or this process cannot use gRPC.
         """
         # Requests are parsed by the handlers: gRPC would log the traceback of what is no Operation.
         serializer = Outcome.SerializeToString
@@ -143,9 +144,13 @@ class StoreServer:
             "Clock": grpc.unary_unary_rpc_method_handler(_serve_clock, response_serializer=serializer),
             "Pop": grpc.stream_stream_rpc_method_handler(self._serve_pop, response_serializer=serializer),
         }
-        server = grpc.aio.server(
-            options=server_options(self._limits, host),
-            maximum_concurrent_rpcs=self._limits.max_waiting + self._limits.max_connections,
+        if why := why_grpc_is_unusable():
+            raise StoreError(why)
+        server = note_grpc(
+            grpc.aio.server(
+                options=server_options(self._limits, host),
+                maximum_concurrent_rpcs=self._limits.max_waiting + self._limits.max_connections,
+            )
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self._encrypts = identity is not None

@@ -9,6 +9,7 @@ import grpc
 
 from ...c10d.addresses import is_loopback
 from ...c10d.descriptors import half_of_descriptors
+from ...c10d.grpc_objects import note_grpc
 from ...c10d.inheritance import note_listener, note_peer
 from ...c10d.round_trips import MAX_ROUND_TRIP_S
 from ...c10d.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
@@ -68,7 +69,7 @@ class GrpcEndpoint:
     def _make_server(self, options: Sequence[tuple[str, int]]) -> Any:
         if self._server is None:  # else it could not listen on another port
             limit = ("grpc.max_allowed_incoming_connections", half_of_descriptors(MAX_CONNECTIONS))
-            self._server = aio.server(options=[*options, limit])
+            self._server = note_grpc(aio.server(options=[*options, limit]))
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._methods),))
         return self._server
 
@@ -126,6 +127,7 @@ class GrpcEndpoint:
         else:
             arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
             channel = aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)
+        note_grpc(channel)
         if not is_unix:
             host, _, port = target.rpartition(":")
             note_peer(channel, int(port), host.strip("[]"))

@@ -30,6 +30,7 @@ from ...host_identity import (
     can_share_loopback,
     gather_consenting_hosts,
 )
+from ...inheritance import keep_in_children
 from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ...reductions import Reduction, combine, finish, prepare
 from ...socket_owners import cut_off_other_users, own_listening_ports
@@ -384,7 +385,7 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK if is_local else address_for_others(setup.store))]
     options._timeout = timeout
-    group = gloo(store, setup.rank, setup.size, options)
+    group = keep_in_children(gloo(store, setup.rank, setup.size, options))
     if is_local and len({host.user for host in hosts}) == 1:
         _cut_off_other_users(own_listening_ports() - ports)
     return group

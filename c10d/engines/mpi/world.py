@@ -93,6 +93,7 @@ class MpiWorld:
         """The loss of a process of the world, after which MPI cannot be used any more."""
         self._address = address
         self._pmi_id = pmi_id
+        self._process = os.getpid()
         self._server: PmiServer | None = None
         for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):  # mpi4py reports its own errors on the latter
             comm.Set_errhandler(mpi.ERRORS_RETURN)
@@ -112,6 +113,11 @@ class MpiWorld:
             if mpi.Is_finalized():
                 raise ProcessGroupError("MPI has been finalized in this process, and cannot be initialized again")
             world = cls._current
+            if world is not None and world._process != os.getpid():
+                raise ProcessGroupError(
+                    f"MPI has been initialized in process {world._process}, and cannot be used in its fork "
+                    f"{os.getpid()}: start processes with spawn or forkserver, or use another engine"
+                )
             if world is None and (under_mpiexec() or mpi.Is_initialized()):
                 world = cls._current = cls._of_mpiexec(mpi)
             own = ["", -1] if world is None else [world.name, world.comm.rank]
