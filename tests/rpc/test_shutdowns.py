@@ -257,3 +257,37 @@ def test_shutdown_does_not_wait_for_the_future_of_a_lost_caller(workers):
     b.run(wait_for, "deferred")
     a.kill()
     workers.each([b, c], rpc.shutdown)
+
+
+def test_a_signal_that_comes_as_a_wait_begins(workers):
+    """While other threads want the interpreter, Python may miss such a signal until its main thread wakes up."""
+    (a,) = workers.rpc(1)
+
+    def wait_again_and_again() -> float:
+        about_to_wait, names, is_over = threading.Event(), iter(map(str, range(30))), threading.Event()
+        name = longest = 0.0
+
+        def interrupt() -> None:
+            while about_to_wait.wait() and not is_over.is_set():
+                about_to_wait.clear()
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+        def compute() -> None:
+            while not is_over.is_set():
+                pass
+
+        threads = [threading.Thread(target=each, daemon=True) for each in (interrupt, compute)]
+        signal.signal(signal.SIGUSR2, lambda *_: set_event(name))
+        for thread in threads:
+            thread.start()
+        for name in names:
+            future = rpc.rpc_async("worker0", wait_for, (name,), timeout=0)
+            began = time.monotonic()
+            about_to_wait.set()
+            future.wait()
+            longest = max(longest, time.monotonic() - began)
+        is_over.set()
+        about_to_wait.set()
+        return longest
+
+    assert a.run(wait_again_and_again) < MAX_SECONDS

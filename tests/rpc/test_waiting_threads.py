@@ -19,6 +19,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.shared_memory.answer_leases import AnswerLeases
 from gradwire.rpc.contracts.messages import Buffer
 from gradwire.rpc.execution.futures import Future
+from gradwire.rpc.execution.latch import acquire
 from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
@@ -195,7 +196,7 @@ def interrupt_when_it_waits(thread: int, begun: threading.Event) -> None:
 
     Python does not run the handler of a signal that comes just before a system call blocks.
     """
-    waits = {SocketWaiter.wait.__code__, Future._wait_interruptibly.__code__}
+    waits = {SocketWaiter.wait.__code__, acquire.__code__}
     while sys._current_frames()[thread].f_code not in waits:
         pass
     os.kill(os.getpid(), signal.SIGALRM)
