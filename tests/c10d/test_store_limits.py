@@ -107,7 +107,7 @@ def test_the_result_of_a_foreign_server_is_bounded():
     server.start()
     try:
         with pytest.raises(StoreError, match="deserializing response"):
-            TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+            TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20), insecure=True)
     finally:
         server.stop(None).wait()
 

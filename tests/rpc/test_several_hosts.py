@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -12,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from gradwire import autograd, rpc
-from gradwire.compat import __main__ as compat_main
+from gradwire import autograd, compat, rpc
 from gradwire.errors import RendezvousError, RpcError
 from gradwire.optim import DistributedOptimizer
 from torch import distributed
@@ -251,23 +251,25 @@ def test_all_workers_learn_of_rank_0_on_two_hosts(hosts):
     assert f"process {pids[2]} on host2" in text
 
 
-def run_program(rank: int, arguments: list[str], variables: dict[str, str]) -> str:
-    """Runs a program for torch.distributed.rpc as `gradwire run` does; returns its output."""
+def run_program(rank: int, insecure: bool, variables: dict[str, str]) -> str:
+    """Runs a program for torch.distributed.rpc on gradwire; returns its output."""
     os.environ.update(variables, RANK=str(rank))
     with redirect_stdout(StringIO()) as output:
-        compat_main.main([*arguments, str(LAUNCHED)])
+        compat.install(insecure=insecure)
+        try:
+            runpy.run_path(str(LAUNCHED), run_name="__main__")
+        finally:
+            compat.uninstall()
     return output.getvalue()
 
 
 def test_an_unmodified_program_for_torch(hosts):
     net = hosts(1, 1)
     variables = {**master(net.address(0)), "WORLD_SIZE": "2"}
-    started = [worker.start(run_program, rank, [], variables) for rank, worker in enumerate(net.workers)]
+    started = [worker.start(run_program, rank, False, variables) for rank, worker in enumerate(net.workers)]
     assert "start the program by `gradwire run --insecure`" in same_error(started)
     variables["MASTER_PORT"] = "29501"
-    started = [
-        worker.start(run_program, rank, ["--insecure"], variables) for rank, worker in enumerate(net.workers)
-    ]
+    started = [worker.start(run_program, rank, True, variables) for rank, worker in enumerate(net.workers)]
     assert [each.result() for each in started] == [f"worker{rank}: True gradwire.rpc.calls\n" for rank in range(2)]
 
 
