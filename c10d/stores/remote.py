@@ -212,10 +212,11 @@ class RemoteServer:
         """
         try:
             told: Outcome = self._open(seconds).clock(Operation(), timeout=seconds, wait_for_ready=True)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, StoreNetworkError) as error:
             problem = tls_problem(self._host, self._port, self._identity, DIAGNOSIS_INTERVAL_S)
+            details = str(error) if isinstance(error, StoreNetworkError) else _details(error)
             raise StoreError(
-                f"the store on {self._address} does not tell its time: {problem or _details(error)}"
+                f"the store on {self._address} does not tell its time: {problem or details}"
             ) from error
         return told.number / 1e9
 

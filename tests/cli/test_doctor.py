@@ -144,7 +144,7 @@ def test_a_clock_that_cannot_be_compared(environment, free_port):
     assert [each.level for each in check_clock()] == ["problem"]
     environment.setattr(clock.clock_offset, "__defaults__", (0.2,))
     (finding,) = check_clock(f"127.0.0.1:{free_port}")
-    assert (finding.level, "no store of this user" in finding.text) == ("warning", True)
+    assert (finding.level, "does not tell its time: no store of this user" in finding.text) == ("warning", True)
     environment.setattr(clock.clock_offset, "__defaults__", (30.0,))
     environment.setattr(remote, "DIAGNOSIS_INTERVAL_S", 30.0)
     environment.setenv("GRADWIRE_TOKEN", TOKEN)

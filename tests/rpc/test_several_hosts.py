@@ -251,7 +251,7 @@ def test_all_workers_learn_of_rank_0_on_two_hosts(hosts):
     assert f"process {pids[2]} on host2" in text
 
 
-def run_program(rank: int, insecure: bool, variables: dict[str, str]) -> str:
+def run_program(rank: int, variables: dict[str, str], *, insecure: bool = False) -> str:
     """Runs a program for torch.distributed.rpc on gradwire; returns its output."""
     os.environ.update(variables, RANK=str(rank))
     with redirect_stdout(StringIO()) as output:
@@ -266,10 +266,12 @@ def run_program(rank: int, insecure: bool, variables: dict[str, str]) -> str:
 def test_an_unmodified_program_for_torch(hosts):
     net = hosts(1, 1)
     variables = {**master(net.address(0)), "WORLD_SIZE": "2"}
-    started = [worker.start(run_program, rank, False, variables) for rank, worker in enumerate(net.workers)]
+    started = [worker.start(run_program, rank, variables) for rank, worker in enumerate(net.workers)]
     assert "start the program by `gradwire run --insecure`" in same_error(started)
     variables["MASTER_PORT"] = "29501"
-    started = [worker.start(run_program, rank, True, variables) for rank, worker in enumerate(net.workers)]
+    started = [
+        worker.start(run_program, rank, variables, insecure=True) for rank, worker in enumerate(net.workers)
+    ]
     assert [each.result() for each in started] == [f"worker{rank}: True gradwire.rpc.calls\n" for rank in range(2)]
 
 
