@@ -5,12 +5,12 @@ from typing import Protocol, final
 
 from ...errors import LossCause
 from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..membership.directory import Directory
 from ..membership.members import Member
 from ..membership.roster import Departed
 from ..membership.roster_log import RosterLog
-from .links import Links
+from .links import Links, LinkState
 
 __all__ = ["Membership", "RosterFollower"]
 
@@ -67,8 +67,11 @@ class RosterFollower:
             self._membership.add(member)
         self._membership.let_in()
         for wire_id, each in departed.items():
-            if each.was_removed and wire_id in self._directory.members and wire_id != self._me.wire_id:
-                self._links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+            if wire_id in self._directory.members and wire_id != self._me.wire_id:
+                if each.was_removed:
+                    self._links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+                elif self._links.state(each.member.info) is not LinkState.CONNECTED:  # else it says goodbye itself
+                    self._links.on_closed(each.member.info, SHUT_DOWN)
         if (me := departed.get(self._me.wire_id)) is not None and me.was_removed:
             self._links.on_evicted(self._me, me.reason or me.why)
         for member in joined:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from gradwire.rpc.agent.links import LinkState
 
 from tests.rpc.membership_simulation import SimulatedGroup, SimulatedWorker
 
@@ -138,6 +139,22 @@ def test_random_events_end_in_one_membership(kind, seed):
         schedule.begin(WORKERS)
         schedule.run(EVENTS)
         check_membership(group, schedule.long_silent)
+
+
+def test_a_member_that_left_before_it_was_connected_is_no_member():
+    """Its goodbye reaches those that it is connected to; others read that it has left."""
+    with SimulatedGroup(0).installed() as group:
+        a = group.join("a")
+        group.unplug(a)
+        b = group.join("b")  # which a does not admit
+        group.plug_in(a)
+        a.roster.catch_up()
+        a.follower.follow()
+        assert a.links.state(b.info) is LinkState.UNCONNECTED
+        group.leave(b)
+        a.evictions.read()
+        group.pass_time(1.0)
+        assert a.links.lost[b.info.wire_id].orderly
 
 
 def _events(group: SimulatedGroup) -> list[tuple[str, Callable[[], object]]]:
