@@ -97,8 +97,8 @@ class GrpcStreams:
             stream.break_off("it has connected again")
             stream = self._streams.get(peer.wire_id)
         if stream is None:
-            refusal = f"it has given this worker up: {self._refused[peer.wire_id]}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+            text = f"it has given this worker up: {self._refused[peer.wire_id]}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         if stream.goodbye:
             await context.write(stream.goodbye)
