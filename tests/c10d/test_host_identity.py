@@ -15,6 +15,7 @@ from gradwire import c10d
 from gradwire.c10d import FileStore, TCPStore, failure_detector
 from gradwire.c10d import host_identity as hosts_module
 from gradwire.c10d.engines.base import Setup
+from gradwire.c10d.host_identity import HostIdentity, insecure_problem
 from gradwire.errors import ProcessGroupError, RankLostError, StoreError
 
 from tests.c10d.members import MIB, everywhere, receive, total
@@ -216,6 +217,15 @@ def test_engines_need_the_consent_of_all_ranks(hosts, tmp_path, module, name, wh
     assert everywhere(net.workers, listening) == [set(), set()]
 
 
+def test_ranks_of_several_users_of_one_host_have_to_allow_it():
+    root, nobody = (HostIdentity("memory", "network", user=user) for user in (0, 65534))
+    assert not insecure_problem([root, root], "Gloo")
+    problem = insecure_problem([root, nobody], "Gloo")
+    assert "run as several users of one host (0, 65534), and Gloo connects them without" in problem
+    allowing = [HostIdentity("memory", "network", insecure=True, user=user) for user in (0, 65534)]
+    assert not insecure_problem(allowing, "Gloo")
+
+
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_ranks_of_one_host_listen_on_loopback_only(hosts, backend):
     """Also if the environment names an interface, as it may for other programs."""
@@ -229,7 +239,8 @@ def test_ranks_of_one_host_listen_on_loopback_only(hosts, backend):
     for each in pending:
         each.result()
     assert everywhere(net.workers, exchange) == [True, True]
-    assert everywhere(net.workers, listening) == [{"127.0.0.1"}] * 2
+    # MPI has no port there; rank 0 has that of PMI.
+    assert everywhere(net.workers, listening) == [{"127.0.0.1"}, {"127.0.0.1"} if backend == "gloo" else set()]
 
 
 def make_group_at_loopback(backend: str, rank: int, size: int, variables: dict[str, str]) -> None:
