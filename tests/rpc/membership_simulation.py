@@ -43,6 +43,10 @@ MAX_DELAY_S = 0.05
 """Seconds that a message, or an operation of the store, takes at most."""
 
 
+FIRST_RETRANSMISSION_S = 1.0
+"""Seconds after which TCP sends again what opens a connection; the next time after twice as long, and so on."""
+
+
 class _Endpoint:
     """What Links and Handshake use of an agent's endpoint."""
 
@@ -395,8 +399,11 @@ class SimulatedGroup:
         return Reach.LISTENING if target.is_running else Reach.GONE
 
     async def _probe(self, _loop: object, reach: Any, address: str, seconds: float) -> Reach:
-        found = self._probe_now(reach, address)
-        await asyncio.sleep(seconds if found is Reach.UNKNOWN else self.delay())
+        end, pause = self.loop.time() + seconds, FIRST_RETRANSMISSION_S
+        while (found := self._probe_now(reach, address)) is Reach.UNKNOWN and (left := end - self.loop.time()) > 0:
+            await asyncio.sleep(min(pause, left))
+            pause *= 2
+        await asyncio.sleep(self.delay())
         return found
 
     def _presence(self, member: Member, _where: object) -> Presence:
