@@ -64,7 +64,6 @@ from ...errors import (
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
-from ..execution.latch import Latch
 from .all_gather_group import AllGatherGroup
 from .group_rounds import NO_STATUS, GroupRounds, NextRound
 from .leader import CONTROL_KINDS, RoundLeader
@@ -371,7 +370,7 @@ class AllGatherService:
 
     def _wait(self, future: torch.futures.Future[Any], seconds: float) -> bool:
         """Waits for a future; returns whether it is done."""
-        done = Latch()
+        done = threading.Event()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
             return done.wait(seconds)
