@@ -60,6 +60,10 @@ KEEPALIVE_INTERVAL_S = 5
 MESSAGE_TIMEOUT_S = 5.0
 """Seconds that this rank takes to say goodbye."""
 
+GOODBYE_LINGER_S = 1.0
+"""Seconds that the others have to read the goodbye. If they wrote to a connection that is closed, asyncio would
+drop what they have not read of it, and they would take this rank for dead."""
+
 TOKEN_TIMEOUT_S = 2.0
 """Seconds that a new connection may take to say its token, with the handshake of TLS, besides two round trips."""
 
@@ -347,8 +351,13 @@ class FailureDetector:
         with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
                 message = parse_message(line, self._size)
-                self._handle(message if peer == 0 else message._replace(rank=peer))
+                if peer != 0:  # only rank 0 speaks for others
+                    message = message._replace(rank=peer)
+                self._handle(message)
+                if message.keyword == "left" and message.rank == peer:
+                    break
         self._handle(Message("lost", peer, DIED))
+        self._writers[peer].close()
 
     def _handle(self, message: Message) -> None:
         """Calls back that a rank is gone or has failed, and on rank 0 tells the other ranks."""
@@ -375,11 +384,13 @@ class FailureDetector:
                 writer.write(message.to_line())
 
     async def _say_goodbye(self, reason: str) -> None:
-        for task in list(self._tasks):
-            task.cancel()
         if self._server is not None:
             self._server.close()
         self._tell_others(Message("left", self._rank, reason))
+        if self._tasks:  # until the others have read it and closed their ends: what they write must find an end
+            await asyncio.wait(set(self._tasks), timeout=GOODBYE_LINGER_S)
+        for task in list(self._tasks):
+            task.cancel()
         for writer in self._writers.values():
             writer.close()
         for writer in self._writers.values():

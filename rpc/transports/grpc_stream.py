@@ -264,7 +264,7 @@ class GrpcStream:
             if writer is not None:
                 writer.cancel()
             try:
-                await self._socket.read_out()
+                await self._socket.read_out(has_left=peer_end is not None)
             finally:  # gRPC may cancel this
                 end = SHUT_DOWN if self.goodbye else peer_end
                 broken = WorkerEnd(LossCause.DISCONNECTED, reason)

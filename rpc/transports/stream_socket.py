@@ -116,14 +116,19 @@ class StreamSocket:
         else:
             self._on_broken("it does not read what it is sent", self._is_malformed)
 
-    async def read_out(self) -> None:
-        """Waits until all that the peer has sent by the socket is read, as long as there is more of it."""
+    async def read_out(self, *, has_left: bool) -> None:
+        """Waits until all that the peer has sent by the socket is read.
+
+        Args:
+            has_left: whether the peer has said goodbye: as long as more comes, it is what was sent before. Else it
+                may live and send without end, so this takes `READ_OUT_TIMEOUT_S` at most.
+        """
         connection = self._outbox.socket
         while connection is not None and not self._ended.is_set():
             connection.take_heard()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), READ_OUT_TIMEOUT_S)
-            if not connection.take_heard():
+            if not has_left or not connection.take_heard():
                 return
 
     def _use(self, kind: str, connection: AnySocket) -> None:

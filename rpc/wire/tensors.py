@@ -391,14 +391,14 @@ def _decode_quantized(
         return _retry_on_warning(lambda: quantized(integers, dtype, header.scale, header.zero_point))
     axis = header.axis
     if any(part.parts or part.device for part in message.parts) or not 0 <= axis < len(sizes):
-        raise ValueError(f"malformed quantized tensor: axis {axis} of shape {tuple(sizes)}")
+        raise ValueError(f"malformed tensor: quantized along axis {axis} of shape {tuple(sizes)}")
     parts = [_decode(part, get) for part in message.parts]
     if [tuple(part.shape) for part in parts] != [(sizes[axis],)] * 2:
-        raise ValueError(f"malformed quantized tensor: not one scale for each of {sizes[axis]} channels")
+        raise ValueError(f"malformed tensor: not one scale for each of {sizes[axis]} channels")
     dtypes = tuple(part.dtype for part in parts)
     # torch ends the process where it reads qint32 with zero points that are floats.
     if dtypes not in _CHANNEL_DTYPES or (dtype is torch.qint32 and dtypes[1].is_floating_point):
-        raise ValueError(f"malformed quantized tensor: scales and zero points of dtypes {dtypes}")
+        raise ValueError(f"malformed tensor: scales and zero points of dtypes {dtypes}")
     return _retry_on_warning(lambda: quantized_per_channel(integers, dtype, parts[0], parts[1], axis))
 
 

@@ -223,7 +223,7 @@ def test_quantized_tensors_that_torch_cannot_read_are_refused():
     (received,) = decode_tensors([message], lambda payload: payload.inline)
     assert repr(received) == repr(sent)
     message.dtype, message.data.inline = DTYPE_NUMBERS[torch.qint32], bytes(16)
-    with pytest.raises(ValueError, match="malformed quantized tensor: scales and zero points of dtypes"):
+    with pytest.raises(ValueError, match="malformed tensor: scales and zero points of dtypes"):
         decode_tensors([message], lambda payload: payload.inline)
 
 

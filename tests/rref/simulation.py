@@ -189,6 +189,7 @@ idle: list[Waiter] = []
 
 class SimulatedExecutor:
     threads = 0
+    is_inherited = False
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
