@@ -13,11 +13,16 @@ opened: list[TCPStore | FileStore] = []
 
 
 def fork_a_helper() -> int:
-    """Starts a process that outlives this one."""
+    """Starts a process that outlives this one, and waits until the fork has ended there as well."""
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writing, b".")
         signal.pause()
         os._exit(0)
+    os.read(reading, 1)
+    os.close(reading)
+    os.close(writing)
     return child
 
 
