@@ -23,13 +23,17 @@ __all__ = ["PRELOAD", "Servers", "of_this_run", "serve", "use"]
 
 PRELOAD = [
     "click",
+    "encodings.idna",
     "gradwire.c10d.engines.gloo.engine",
     "gradwire.c10d.engines.shm.engine",
     "gradwire.c10d.security.token",
     "gradwire.compat",
+    "gradwire.extensions",  # of each agent
     "matplotlib.pyplot",
     "numpy",
     "sklearn.datasets",
+    "grpc._utilities",
+    "grpc.experimental",
     "torch._dynamo",  # torch.optim loads it on the first step
     "torch.distributed.optim",
 ]
@@ -37,6 +41,7 @@ PRELOAD = [
 
 PRELOAD_FOR_WORKERS = [
     "cloudpickle",
+    "cryptography.hazmat.backends.openssl.backend",
     "gymnasium",
     "hypothesis",
     "psutil",
@@ -44,6 +49,11 @@ PRELOAD_FOR_WORKERS = [
     "tests.workers",
     "tests.remote_functions",
     "tests.certificates",
+    "tests.hosts",
+    "tests.ports",
+    "tests.stopped",
+    "tests.fixtures",
+    "tests.rpc.segments",
     "tests.c10d.members",
     "tests.c10d.trainings",
     "tests.huge_pages",  # the last: moves what the others have loaded
