@@ -32,7 +32,7 @@ def quick_launch(monkeypatch):
 
 
 def test_kills_do_not_change_the_result(quick_launch, monkeypatch, tmp_path, capsys, caplog):
-    arguments = ["--chaos", "--epochs", "5", "--folder", str(tmp_path)]
+    arguments = ["--chaos", "--epochs", "3", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", [example.__file__, *arguments])
     example.main()
     printed = (tmp_path / LOG).read_text()

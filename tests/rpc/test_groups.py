@@ -58,16 +58,16 @@ def test_nothing_is_left_after_many_calls(workers):
     def memory() -> int:
         return psutil.Process().memory_info().rss
 
-    for function, count in ((calls, 2_000), (references, 200), (failures, 50)):
+    for function, count in ((calls, 1_000), (references, 100), (failures, 25)):
         a.run(function, count)
     before = workers.each([a, b], memory)
-    for function, count in ((calls, 8_000), (references, 800), (failures, 200)):
+    for function, count in ((calls, 4_000), (references, 400), (failures, 100)):
         a.run(function, count)
     workers.each([a, b], assert_clean)
     assert not any(a.run(counts).values())
     grown = [(after - first) / 2**20 for after, first in zip(workers.each([a, b], memory), before, strict=True)]
     print(f"memory grew by {grown[0]:.1f} and {grown[1]:.1f} MiB")
-    assert max(grown) < 10, "so many MiB"
+    assert max(grown) < 5, "so many MiB"
 
 
 def to_here(rref: rpc.RRef) -> object:

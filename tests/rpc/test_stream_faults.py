@@ -315,7 +315,7 @@ def is_postponed(found: dict[str, int], bound: int) -> bool:
     return found["postponed_requests"] == 1 and found["send_queue_bytes"] > bound // 2
 
 
-@pytest.mark.parametrize(("items", "nbytes"), [(200, MIB), (1 << 20, 8)], ids=["large", "small"])
+@pytest.mark.parametrize(("items", "nbytes"), [(200, MIB), (1 << 20, 256)], ids=["large", "small"])
 def test_a_window_of_any_size_does_not_queue_items_without_end(workers, items, nbytes):
     """A consumer that reads nothing may ask for any window: the producer pauses when too much is queued for it."""
     bound = 2 * MIB

@@ -35,7 +35,7 @@ from tests.rref.schedules import (
 )
 from tests.rref.simulation import Machine, wait_for_value
 
-SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "100"))
+SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "50"))
 COLLECT_EVERY = 50
 """Schedules between two runs of the garbage collector, which runs only there so that schedules can be repeated."""
 
