@@ -75,7 +75,9 @@ def test_the_sdist_has_the_tests_and_the_docs(built):
 def test_the_command_runs_from_the_wheel(built, tmp_path):
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--no-deps", "--no-compile", "--target", str(site), str(built[1])], check=True, timeout=110)
+    subprocess.run(
+        [*pip, "--no-deps", "--no-compile", "--target", str(site), str(built[1])], check=True, timeout=110
+    )
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(site)}
 
