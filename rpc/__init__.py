@@ -31,7 +31,6 @@ from .contracts.agent import RpcAgent, is_initialized
 from .contracts.exposure import expose
 from .contracts.liveness import Liveness
 from .contracts.options import (
-    AllGatherOptions,
     BroadcastOptions,
     ChannelOptions,
     CudaOptions,
@@ -53,7 +52,6 @@ from ..rref.api import remote  # isort: skip
 from ..rref.rref import RRef  # isort: skip
 
 __all__ = [
-    "AllGatherOptions",
     "AllGatherStates",
     "BackendType",
     "BackendValue",

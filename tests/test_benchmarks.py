@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks import __main__ as table
 from benchmarks import (
-    all_gather,
     autograd,
     broadcast_call,
     call_steps,
@@ -269,14 +268,6 @@ def test_broadcast_calls_are_measured(measure):
     (row,) = (line for line in lines if line.strip().startswith("1 MiB"))
     ours, theirs, ratio = map(float, (row.split()[2], row.split()[4], row.split()[6]))
     assert ratio == pytest.approx(ours / theirs, rel=0.01, abs=0.02)
-
-
-def test_all_gather_is_measured(measure):
-    lines = measure(all_gather.main, "--workers", 2, "--rounds", 1, "--seconds", 0.01)
-    for case in all_gather.SIZES:
-        (row,) = (line for line in lines if f"2  {case} " in line)
-        group, _, messages, _, ratio, *_ = row.split(case)[1].split()
-        assert float(ratio) == pytest.approx(float(group) / float(messages), rel=0.05, abs=0.01)
 
 
 def test_a_stalled_peer_is_measured(measure):

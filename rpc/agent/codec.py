@@ -20,7 +20,6 @@ from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
 from ..wire.device_maps import device_map_of_answer
 from ..wire.failures import decode_failure, encode_failure
-from ..wire.flat_pickle import can_flatten, flatten, unflatten
 from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.picklers import dumps
 from ..wire.pickling import Packed, Packer
@@ -123,20 +122,6 @@ class Codec:
             f"it is a tensor on {device}. {options.backend_name} RPC backend only supports CPU tensors by "
             f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
         )
-
-    def flatten(self, value: object, label: str, worker: WorkerInfo) -> memoryview | None:
-        """Returns a value as bytes for several workers, this one of them; None if it can only travel in a message.
-
-        Raises:
-            SerializationError: the value does not pickle.
-        """
-        packed = self.pack(value, label, worker, self.device_map(worker))
-        return flatten(packed) if can_flatten(packed) else None
-
-    def unflatten(self, data: bytes | bytearray, worker: WorkerInfo) -> Any:
-        """Returns the value that a worker has flattened. Raises what `unpack` raises."""
-        body, tensors = unflatten(data, partial(self._reader.load, worker))
-        return self.unpack(Incoming(worker, agent_pb2.Envelope(), body, tensors))
 
     def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> None:
         """Sends a message. If that fails, the extensions undo what they have noted of it.

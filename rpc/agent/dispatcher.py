@@ -206,7 +206,6 @@ class Dispatcher:
                     return
 
     def _suspect(self, worker: WorkerInfo, reason: str) -> None:
-        self._all_gathers.on_worker_suspect(worker)
         self._extensions.on_worker_suspect(worker, reason)
 
     def _take_back(self, worker: WorkerInfo) -> None:

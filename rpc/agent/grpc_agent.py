@@ -132,7 +132,7 @@ class GrpcAgent(RpcAgent):
             self._waiting_requests,
             PostponedRequests(options.flow_control, self._network),
         )
-        self._all_gather_service = AllGatherService(self, self._codec)
+        self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(
             self._control.handler(self._codec.record_refusal), self._all_gather_service.handlers()
         )
@@ -179,18 +179,16 @@ class GrpcAgent(RpcAgent):
         self._worker_events.open([member.info for member in members])
         if store is not None:
             first = [member for member in members if member.info.wire_id == member.info.id]
-            connectable = Connectable(first, insecure=self.options.insecure)
             self._network.broadcasts.open(
                 BroadcastDependencies(
                     store=store,
                     control=self.control,
                     worker=self.incarnation,
                     on_resend=self._codec.traffic.sent_again,
-                    may_form=connectable,
+                    may_form=Connectable(first, insecure=self.options.insecure),
                     insecure=self.options.insecure,
                 )
             )
-            self._all_gather_service.open(store, connectable)
         for factory in self._extension_factories:
             self._extensions.add(factory(self))
         self._network.admit()

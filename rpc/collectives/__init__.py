@@ -1,1 +1,1 @@
-"""`all_gather` and `barrier` among workers, by messages or through a process group."""
+"""`all_gather` and `barrier` among workers."""

@@ -4,15 +4,10 @@ The living member with the lowest id leads a round. The others send it their val
 once it has the values of all living members. A member that dies drops out of the round; when the leader dies, the
 member with the next id leads.
 
-Workers that run all_gather often do it through a process group (group_rounds.py decides when). A group is fast,
-but if a member dies in a round, the group may succeed on some of the others only. Likewise a leader may die
-after it has answered some members. In both cases the remaining members send their values to a (later) leader,
-marked as a round that was tried before. Two rules ensure that all living members get the same result:
-
-- A member either takes the group's result, or abandons the group and then sends its value to a leader; never both.
-  A leader waits for all living members, so it makes no result of its own while one of them has another.
-- The leader of a round that was tried before asks the members whose values are missing for its result. A member
-  that has the result answers at once; one that gets it later answers then.
+A leader may die after it has answered some members. The remaining members then send their values to a later one,
+marked as a round that was tried before. That leader asks the members whose values are missing for its result: a
+member that has the result answers at once; one that gets it later answers then. A leader waits for all living
+members, so it makes no result of its own while one of them has another, and all living members get the same.
 
 A value that was lost on its way to a leader that lives, or whose answer was, is sent again in the same round: the
 others wait for it there. So is one for a leader that is suspect, until that is back or lost.
@@ -45,12 +40,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
 from ...c10d.debug.call_site import find_call_site_of_thread
-from ...c10d.torch_types import TorchStore
 from ...errors import (
     AnswerFailedError,
     RpcError,
@@ -64,14 +58,12 @@ from ...errors import (
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
-from .all_gather_group import AllGatherGroup
-from .group_rounds import NO_STATUS, GroupRounds, NextRound
 from .leader import CONTROL_KINDS, RoundLeader
 from .replacements import Replacements
 from .rounds import VOID, Round, RoundKey, RoundResult, Series
 from .running_rounds import RunningRounds
 
-__all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService", "ValueCodec"]
+__all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService"]
 
 WARN_INTERVAL_S = 10.0
 """Seconds after which a waiting worker first logs which members are missing, and the interval of later log
@@ -92,78 +84,42 @@ STATUS_TIMEOUT_S = 2.0
 ASK_AFTER_S = 1.0
 """Seconds after which a leader asks whether a round has ended without it, if it is not the first member."""
 
-MAX_GROUP_WAIT_S = 24 * 3600.0
-"""Seconds that a round without a timeout waits in a process group; after that it goes on by messages."""
-
-REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the status", "the attempt")
+REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the attempt")
 """Names of the items of an ALL_GATHER request, for errors."""
 
 log = logging.getLogger(__name__)
-
-
-class ValueCodec(Protocol):
-    """Encodes values as bytes that several workers can decode."""
-
-    def flatten(self, value: object, label: str, worker: WorkerInfo) -> memoryview | None:
-        """Returns a value as bytes; None if it can only travel in a message. Raises SerializationError.
-
-        Args:
-            value: anything that pickles.
-            label: the value's name in errors.
-            worker: one of the receivers.
-        """
-
-    def unflatten(self, data: bytes | bytearray, worker: WorkerInfo) -> Any:
-        """Returns the value that `flatten` has encoded on a worker."""
 
 
 @final
 class AllGatherService:
     """Runs the all_gathers that one agent takes part in."""
 
-    def __init__(self, agent: RpcAgent, codec: ValueCodec) -> None:
-        """Args: agent: the agent of this worker. codec: encodes values for rounds through process groups."""
+    def __init__(self, agent: RpcAgent) -> None:
+        """Args: agent: the agent of this worker."""
         self._agent = agent
-        self._codec = codec
         self._lock = threading.Lock()
         self._round_locks: dict[Series, threading.Lock] = defaultdict(threading.Lock)
         """Held while a round of the series runs on this worker."""
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
         self._running = RunningRounds(agent)
-        self._group_rounds = GroupRounds(
-            agent.info.wire_id,
-            agent.options.all_gather,
-            agent.options.channels.max_payload_bytes,
-            insecure=agent.options.insecure,
-        )
         self._replacements = Replacements(agent)
-        self._leader = RoundLeader(agent, self._replacements, self._group_rounds.abandon_if_used)
-
-    def open(self, store: TorchStore, may_form: Callable[[Sequence[int]], bool]) -> None:
-        """Allows process groups of the workers that may form them. Their members rendezvous at the store."""
-        self._group_rounds.open(store, may_form)
+        self._leader = RoundLeader(agent, self._replacements)
 
     def close(self) -> None:
-        """Ends all process groups, and waits for their threads."""
+        """Ends the waits for workers that were started again."""
         self._replacements.close()
-        self._group_rounds.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns the number of process groups, and the collectives that this worker is in, for the debug info."""
-        return {"all_gather_groups": self._group_rounds.formed_groups, "collectives": self._running.describe()}
+        """Returns the collectives that this worker is in, for the debug info."""
+        return {"collectives": self._running.describe()}
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of the requests between members and leader."""
         return self._leader.handlers()
 
-    def on_worker_suspect(self, worker: WorkerInfo) -> None:
-        """Has rounds with a suspect worker go on by messages, which are sent again until it is back or lost."""
-        self._group_rounds.end_groups_of(worker.wire_id)
-
     def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Stops all rounds from waiting for a lost worker."""
-        self._group_rounds.end_groups_of(worker.wire_id)
         self._leader.on_worker_lost(worker)
 
     def on_worker_joined(self, worker: WorkerInfo) -> None:
@@ -207,9 +163,7 @@ class AllGatherService:
                     raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
         if self._agent.info.wire_id not in result.values:
             raise self._excluded_error(operation, workers)
-        if not result.is_flat:
-            return dict(result.values)
-        return {each: self._codec.unflatten(flat, workers[each]) for each, flat in result.values.items()}
+        return dict(result.values)
 
     @contextlib.contextmanager
     def _next_round(self, series: Series, deadline: float | None, timeout: float, operation: str) -> Iterator[int]:
@@ -240,52 +194,13 @@ class AllGatherService:
         return result
 
     def _run(self, round_: Round) -> RoundResult:
-        """Returns the result of a round, which goes through a process group if the members have agreed on that."""
-        key = round_.key
-        was_tried, result = False, None
-        if key.may_use_group and (group := self._group_rounds.start_round(key.members, key.number)) is not None:
-            was_tried, result = self._run_through_group(group, round_)
+        """Returns the result of a round, which is tried again with the next leader when one dies."""
+        result = self._run_once(round_, was_tried=False)
         while result is None:
-            result = self._run_by_messages(round_, was_tried)
-            was_tried = True
-        if key.may_use_group:
-            present = tuple(sorted(result.values))
-            if self._agent.info.wire_id in present:
-                self._group_rounds.apply_result(key.members, key.number, present, result.next_round)
-            else:
-                self._group_rounds.abandon(key.members)
+            result = self._run_once(round_, was_tried=True)
         return result
 
-    def _run_through_group(self, group: AllGatherGroup, round_: Round) -> tuple[bool, RoundResult | None]:
-        """Returns `(was_tried, result)`: whether other members may have a result of the group, and the result.
-
-        The result is None if the round has to go on by messages.
-        """
-        key = round_.key
-        with self._undo_round_unless_sent(key.series):
-            flat = self._codec.flatten(round_.value, "obj", round_.workers[self._leader_of(key)])
-        # The other half of the time is for messages, and for finding out which members are missing.
-        left = round_.seconds_left()
-        seconds = left / 2 if left is not None else MAX_GROUP_WAIT_S
-        try:
-            with self._agent.blocking():
-                values = group.all_gather(key.number, flat, seconds)
-        except Exception as error:
-            log.debug(
-                "worker %s continues round %d by messages, its process group failed: %s",
-                self._agent.info.name,
-                key.number,
-                error,
-            )
-            self._group_rounds.abandon(key.members)
-            return True, None
-        if values is None:
-            return False, None
-        result = RoundResult(values, NextRound(group.generation, through_group=True), is_flat=True)
-        self._leader.finish(key, result)
-        return True, result
-
-    def _run_by_messages(self, round_: Round, was_tried: bool) -> RoundResult | None:
+    def _run_once(self, round_: Round, *, was_tried: bool) -> RoundResult | None:
         """Returns the result of a round as its leader tells it; None if the value is to be sent (again).
 
         Args:
@@ -328,8 +243,7 @@ class AllGatherService:
     def _send_value(self, round_: Round, leader: int, was_tried: bool) -> torch.futures.Future[Any]:
         """Sends this worker's value to the leader; returns the future of the result."""
         key = round_.key
-        status = self._group_rounds.status(key.members) if key.may_use_group else NO_STATUS
-        body = (*key, round_.value, status, was_tried)
+        body = (*key, round_.value, was_tried)
         left = round_.seconds_left()
         seconds = 0.0 if left is None else max(1e-3, left)  # 0 is no limit
         self._leader.discard_asker(key, leader)

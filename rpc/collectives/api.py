@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ..contracts.agent import current_agent
 from ..contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
 from ..contracts.worker import WorkerInfo
-from .rounds import GROUP_TOPIC
+from .rounds import USER_TOPIC
 
 __all__ = ["AllGatherStates", "all_gather", "barrier"]
 
@@ -73,7 +73,7 @@ def _all_gather(operation: str, obj: T, worker_names: Collection[str] | None, ti
     seconds = check_timeout(timeout)
     seconds = agent.rpc_timeout if seconds is None else seconds
     try:
-        values = agent.all_gather(GROUP_TOPIC, obj, workers, seconds, operation)
+        values = agent.all_gather(USER_TOPIC, obj, workers, seconds, operation)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
     by_name = {agent.incarnation(wire_id).name: gathered for wire_id, gathered in values.items()}

@@ -5,7 +5,7 @@ Every worker has one RoundLeader, because any worker may have to lead when those
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -13,7 +13,6 @@ from ...errors import LimitReachedError, RpcError, UnknownWorkerError
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
-from .group_rounds import NO_GROUP_NEXT, MemberStatus, plan_next_round
 from .replacements import Replacements
 from .rounds import VOID, RoundKey, RoundResult, Series
 
@@ -34,7 +33,7 @@ CONTROL_KINDS = (ASK_RESULT, TELL_RESULT)
 MAX_OPEN_ROUNDS = 1024
 """Rounds of one other worker that are not over here: it has sent its value, or asked for the result."""
 
-ENDED = RoundResult({}, NO_GROUP_NEXT)
+ENDED = RoundResult({})
 """Takes the place of the result of a round that has ended, where later rounds have ended as well."""
 
 
@@ -42,11 +41,9 @@ class _OpenRound:
     """A round that this worker leads and whose values have not all arrived."""
 
     def __init__(self, key: RoundKey) -> None:
-        self.number = key.number
         self.expected = set(key.members)
         """The ids of the members that are not known to be lost."""
         self.values: dict[int, Any] = {}
-        self.statuses: dict[int, MemberStatus] = {}
         self.answers: dict[int, Future[RoundResult]] = {}
         """What each member that has sent its value waits for, by its id."""
         self.asked: set[int] = set()
@@ -63,7 +60,7 @@ class _OpenRound:
         """Returns the result of the values that have arrived."""
         if self.passed_on:
             return VOID
-        return RoundResult(self.values, plan_next_round(self.number, self.statuses.values()))
+        return RoundResult(self.values)
 
 
 @final
@@ -73,22 +70,15 @@ class RoundLeader:
     Safe to use from any thread.
     """
 
-    def __init__(
-        self,
-        agent: RpcAgent,
-        replacements: Replacements,
-        abandon_group: Callable[[tuple[int, ...]], None],
-    ) -> None:
+    def __init__(self, agent: RpcAgent, replacements: Replacements) -> None:
         """Registers the handlers of control messages.
 
         Args:
             agent: the agent of this worker.
             replacements: the members that have been replaced.
-            abandon_group: ends the process group of these members, if rounds of this worker go through one.
         """
         self._agent = agent
         self._replacements = replacements
-        self._abandon_group = abandon_group
         self._lock = threading.Lock()
         self._running: set[Series] = set()
         """The series of which this worker is in a round."""
@@ -198,11 +188,9 @@ class RoundLeader:
 
     def _on_value(self, message: Incoming) -> Deferred:
         """Handles a member's value; the answer is the result of the round."""
-        topic, number, members, value, status, was_tried = message.value
+        topic, number, members, value, was_tried = message.value
         answer: Future[RoundResult] = Future()
         key = self._key((topic, number, members), message.source)
-        if not isinstance(status, MemberStatus):
-            raise ValueError("malformed message: a value without a status")
         with self._lock:
             if (known := self._known_result(key)) is not None:
                 answer.set_result(known)
@@ -214,7 +202,6 @@ class RoundLeader:
             elif message.source.wire_id in open_round.values and not was_tried:
                 raise ValueError(f"{message.source.name!r} sends its value for round {number} twice")
             open_round.values[message.source.wire_id] = value
-            open_round.statuses[message.source.wire_id] = status
             former = open_round.answers.pop(message.source.wire_id, None)
             open_round.answers[message.source.wire_id] = answer
             open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
@@ -245,8 +232,6 @@ class RoundLeader:
                 self._askers.setdefault(key, set()).add(leader.wire_id)
         if result is not None:
             self._agent.control.send(leader, TELL_RESULT, (key, result))
-        elif key.may_use_group:
-            self._abandon_group(key.members)
 
     def _on_tell(self, member: WorkerInfo, payload: tuple[Any, ...]) -> None:
         """Takes the result of a round that a member was asked for."""

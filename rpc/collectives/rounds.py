@@ -1,7 +1,7 @@
 """Data types of one all_gather round: what identifies it, what a member contributes, and its result.
 
-A round is one all_gather, or one barrier, among a fixed set of workers, its members. It runs either by messages to
-one member, the leader, or through a process group of the members (all_gather.py).
+A round is one all_gather, or one barrier, among a fixed set of workers, its members. They send their values to one
+of them, the leader (all_gather.py).
 """
 
 import reprlib
@@ -12,16 +12,14 @@ from typing import Any, NamedTuple, final
 
 from ..contracts.exposure import message_value
 from ..contracts.worker import WorkerInfo
-from .group_rounds import NO_GROUP_NEXT, NextRound
 
-__all__ = ["GROUP_TOPIC", "VOID", "Round", "RoundKey", "RoundResult", "Series"]
+__all__ = ["USER_TOPIC", "VOID", "Round", "RoundKey", "RoundResult", "Series"]
 
-GROUP_TOPIC = "user"
-"""The topic of the collectives that users call; only rounds of this topic may run through process groups.
+USER_TOPIC = "user"
+"""The topic of the collectives that users call.
 
 A topic separates the collectives of one purpose from those of others among the same workers.
 """
-
 
 MAX_TOPIC_CHARACTERS = 1024
 
@@ -76,11 +74,6 @@ class RoundKey(NamedTuple):
         """The series that the round belongs to."""
         return Series(self.topic, self.members)
 
-    @property
-    def may_use_group(self) -> bool:
-        """Whether the round's topic allows it to run through a process group."""
-        return self.topic == GROUP_TOPIC
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -113,12 +106,8 @@ class RoundResult(NamedTuple):
 
     values: Mapping[int, Any]
     """The members' values by worker id, without members that died before they contributed."""
-    next_round: NextRound
-    """Whether the next round of the series runs through a process group, and which one."""
-    is_flat: bool = False
-    """Whether the values are still encoded as bytes, as a process group carries them; see `ValueCodec.flatten`."""
     is_void: bool = False
     """Whether the round has no values: its members are to run it again with the latest incarnation of each."""
 
 
-VOID = RoundResult({}, NO_GROUP_NEXT, is_void=True)
+VOID = RoundResult({}, is_void=True)

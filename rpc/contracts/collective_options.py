@@ -1,8 +1,8 @@
-"""The options of `init_rpc` that say when messages to many workers use process groups."""
+"""The options of `init_rpc` that say how messages go to many workers."""
 
 from dataclasses import dataclass
 
-__all__ = ["AllGatherOptions", "BroadcastOptions", "check_counts"]
+__all__ = ["BroadcastOptions", "check_counts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,33 +22,9 @@ class BroadcastOptions:
     max_groups: int = 8
 
     def __post_init__(self) -> None:
-        _check_switch_and_counts(self, "threshold", "max_groups")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllGatherOptions:
-    """When `all_gather` and `barrier` run through a process group of the workers, in static groups.
-
-    The process group forms in the background. All of the workers must have this enabled.
-
-    enabled: False to have them use messages always.
-    after: rounds of the same workers that use messages, before a process group forms.
-    max_groups: process groups that this worker keeps, one for each set of workers; beyond that, the least recently
-        used is closed.
-    """
-
-    enabled: bool = True
-    after: int = 4
-    max_groups: int = 8
-
-    def __post_init__(self) -> None:
-        _check_switch_and_counts(self, "after", "max_groups")
-
-
-def _check_switch_and_counts(options: BroadcastOptions | AllGatherOptions, *counts: str) -> None:
-    if not isinstance(options.enabled, bool):
-        raise TypeError(f"enabled is {options.enabled!r}: give True or False")
-    check_counts(options, *counts)
+        if not isinstance(self.enabled, bool):
+            raise TypeError(f"enabled is {self.enabled!r}: give True or False")
+        check_counts(self, "threshold", "max_groups")
 
 
 def check_counts(options: object, *counts: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from ...c10d.listening import ListenSettings, parse_ports
 from ...c10d.security import Credentials
-from .collective_options import AllGatherOptions, BroadcastOptions, check_counts
+from .collective_options import BroadcastOptions, check_counts
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
 from .liveness import Liveness
 from .otel import check_otel
@@ -20,7 +20,6 @@ __all__ = [
     "DEFAULT_RPC_TIMEOUT",
     "MAX_ATTACHED_BYTES",
     "MAX_BULK_CONNECTIONS",
-    "AllGatherOptions",
     "BroadcastOptions",
     "ChannelOptions",
     "CudaOptions",
@@ -203,7 +202,6 @@ class RpcBackendOptions:
     channels: how the bytes of bodies and tensors travel.
     cuda: how tensors on CUDA devices travel.
     broadcasts: when tensors for several workers are sent to all of them at once.
-    all_gather: when `all_gather` and `barrier` run through a process group.
     flow_control: how much may be in flight, and received and not run yet.
     liveness: when another worker counts as suspect or lost, and what calls to it do.
     policy: what this worker accepts from other workers. By default anything, so that they can run any code here.
@@ -237,7 +235,6 @@ class RpcBackendOptions:
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     cuda: CudaOptions = field(default_factory=CudaOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
-    all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
     liveness: Liveness = field(default_factory=Liveness)
     policy: Policy = field(default_factory=Policy)
@@ -377,7 +374,6 @@ _CHECKS = {
     "pickler": check_pickler,
     "view": lambda value: value if value is None else _check_kind("view", View)(value),
     "otel": check_otel,
-    "all_gather": _check_kind("all_gather", AllGatherOptions),
     "busy_poll": _check_busy_poll,
     "flow_control": _check_kind("flow_control", FlowControlOptions),
     "device_maps": checked_device_maps,

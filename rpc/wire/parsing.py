@@ -5,7 +5,7 @@ of hostile bytes can take 0.9 GB. The functions here walk through the tags and l
 before protobuf allocates anything. Small messages, which cannot take much, are parsed at once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -22,7 +22,6 @@ __all__ = [
     "parse_events",
     "parse_frame",
     "parse_hello",
-    "parse_tensors",
 ]
 
 SMALL_BYTES = 1 << 10
@@ -94,17 +93,6 @@ def parse_chunks(data: bytes) -> agent_pb2.Chunks:
     if len(data) > SMALL_BYTES:
         _walk(data, 0, len(data), _CHUNKS, MAX_CHUNKS_BYTES)
     return agent_pb2.Chunks.FromString(data)
-
-
-def parse_tensors(descriptions: Iterable[bytes]) -> list[agent_pb2.Tensor]:
-    """Returns descriptions of tensors. Raises DecodeError if one is none, or all of them take too much memory."""
-    tensors, bytes_left = [], MAX_PARSED_BYTES
-    for data in descriptions:
-        bytes_left -= _MESSAGE_BYTES + _walk(data, 0, len(data), _TENSOR, bytes_left)
-        if bytes_left < 0:
-            raise DecodeError("there are too many tensors")
-        tensors.append(agent_pb2.Tensor.FromString(data))
-    return tensors
 
 
 def parse_events(data: bytes) -> agent_pb2.ProfileEvents:

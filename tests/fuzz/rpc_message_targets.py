@@ -24,7 +24,6 @@ from gradwire.rpc.agent.control import RetryingControlMessages
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
-from gradwire.rpc.collectives.group_rounds import NO_GROUP_NEXT, NO_STATUS
 from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
@@ -201,7 +200,7 @@ CONTROL = {
     "autograd.abort": (1 << 48 | 1, (1, 1), ValueError("it failed")),
     "stream.close": 4,
     "all_gather.ask": RoundKey("user", 0, (0, 1)),
-    "all_gather.tell": (RoundKey("topic", 0, (0, 1)), RoundResult({0: 1, 1: 2}, NO_GROUP_NEXT)),
+    "all_gather.tell": (RoundKey("topic", 0, (0, 1)), RoundResult({0: 1, 1: 2})),
     "other": None,
 }
 
@@ -214,7 +213,7 @@ REQUESTS = (
     (MessageType.CLOSURE, (CONTEXT, [0])),
     (MessageType.SENDS, CONTEXT),
     (MessageType.RREF_FETCH, (1, 0)),
-    (MessageType.ALL_GATHER, ("topic", 0, (0, 1), "value", NO_STATUS, False)),
+    (MessageType.ALL_GATHER, ("topic", 0, (0, 1), "value", False)),
     (MessageType.ALL_GATHER_STATUS, ("topic", 0, (0, 1))),
     (MessageType.GREETING, None),
 )
@@ -265,7 +264,7 @@ BODIES = (
             (2, encode_failure(ValueError("refused"))),
             ("2", 2**40),
             [],
-            RoundResult({0: 1, 1: 2}, NO_GROUP_NEXT),
+            RoundResult({0: 1, 1: 2}),
             (0, [None]),
         ]
     ).map(partial(pickle.dumps, protocol=5))

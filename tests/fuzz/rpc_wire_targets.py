@@ -1,4 +1,4 @@
-"""Parsers of rpc for what is in messages: frames, envelopes, tensors, flattened values, errors and profiles."""
+"""Parsers of rpc for what is in messages: frames, envelopes, tensors, errors and profiles."""
 
 import warnings
 from collections.abc import Callable
@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from google.protobuf.message import DecodeError, Message
 from gradwire.c10d.security import Audit
-from gradwire.errors import PolicyError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.vouching import MAX_REQUEST_BYTES, parse_question
-from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
@@ -20,9 +18,7 @@ from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, 
 from gradwire.rpc.transports.handshake import RefusedError
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
-from gradwire.rpc.wire.flat_pickle import flatten, unflatten
 from gradwire.rpc.wire.parsing import SMALL_BYTES, parse_envelope, parse_frame
-from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.strides import MAX_GAP_FACTOR
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from gradwire.rpc.wire.value_readers import make_reader
@@ -198,24 +194,9 @@ def decode_all_tensors(data: bytes) -> None:
         assert sum(storages.values()) <= MAX_GAP_FACTOR * len(data)
 
 
-# Values of collectives.
+# Errors.
 
 reader = make_reader(ME, Policy(accepts="plain"))
-PACK = Packer().pack
-FLAT = st.tuples(TENSORS, st.lists(st.integers() | st.text(max_size=3), max_size=3)).map(
-    lambda value: bytes(flatten(PACK(value, "the value")))
-)
-
-
-def read_flat_value(data: bytes) -> None:
-    """Reads a value that another worker has flattened."""
-    with suppress(PolicyError, ValueError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        body, tensors = unflatten(data, partial(reader.load, PEER))
-        reader.read(Incoming(PEER, agent_pb2.Envelope(), body, tensors))
-
-
-# Errors.
 
 FAILURES = st.sampled_from(
     [ValueError("text", 3), KeyError("key"), FileNotFoundError(2, "no such file", "name"), SystemExit(3)]
@@ -273,7 +254,6 @@ RPC_WIRE_TARGETS = (
     _target("envelopes", parse_one_envelope, ENVELOPES.map(agent_pb2.Envelope.SerializeToString), 4),
     _target("questions", parse_one_question, QUESTIONS.map(agent_pb2.VouchRequest.SerializeToString), 1),
     _target("tensors", decode_all_tensors, TENSORS.map(_envelope_of), 2),
-    _target("flat-values", read_flat_value, FLAT, 4),
     _target("failures", read_failure, FAILURES, 2),
     _target("profiles", read_profile, EVENTS, 4),
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import SerializationError
+from gradwire.errors import RpcTimeoutError, SerializationError
 from gradwire.rpc.collectives.leader import ASK_RESULT, RoundLeader
 from gradwire.rpc.collectives.rounds import RoundResult
 from gradwire.rpc.contracts.agent import current_agent
@@ -161,3 +161,113 @@ def test_rounds_of_one_topic_do_not_mix(workers):
         assert sorted(results) == list(range(5))
 
     a.run(check)
+
+
+class Unreadable:
+    """Cannot be unpickled on worker 2."""
+
+    def __reduce__(self):
+        return read, ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unreadable)
+
+
+def read() -> Unreadable:
+    if current_agent().info.id == 2:
+        raise ValueError("not here")
+    return Unreadable()
+
+
+def test_a_value_that_one_worker_cannot_unpickle(workers):
+    started = workers.rpc(3)
+
+    def gather() -> object:
+        me = current_agent().info.id
+        value = Unreadable() if me == 1 else me
+        if me == 2:
+            with pytest.raises(ValueError, match="not here"):
+                rpc.all_gather(value)
+        else:
+            assert rpc.all_gather(value) == {"worker0": 0, "worker1": Unreadable(), "worker2": 2}
+        return rpc.all_gather(me)
+
+    assert workers.each(started, gather) == [{"worker0": 0, "worker1": 1, "worker2": 2}] * 3
+
+
+def test_threads_gather_on_different_sets(workers):
+    started = workers.rpc(4)
+    sets = [
+        ["worker0", "worker1", "worker2", "worker3"],
+        ["worker0", "worker1"],
+        ["worker1", "worker2", "worker3"],
+    ]
+
+    def gather_on(names: list[str], problems: list[Exception]) -> None:
+        try:
+            for number in range(30):
+                value = (number, names, bytes(number * 100))
+                assert rpc.all_gather(value, names) == dict.fromkeys(names, value)
+        except Exception as error:
+            problems.append(error)
+
+    def gather() -> None:
+        problems: list[Exception] = []
+        mine = [names for names in sets if current_agent().info.name in names]
+        threads = [threading.Thread(target=gather_on, args=(names, problems)) for names in mine]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+
+    workers.each(started, gather)
+    workers.each(started, rpc.shutdown)
+
+
+def test_threads_gather_on_the_same_set(workers):
+    """Their rounds run one after another, and all workers get the same."""
+    started = workers.rpc(3)
+
+    def gather() -> list[str]:
+        results: list[str] = []
+
+        def gather_some(thread: int) -> None:
+            for number in range(15):
+                gathered = rpc.all_gather((current_agent().info.id, thread, number), timeout=30)
+                results.append(str(sorted(gathered.items())))
+
+        threads = [threading.Thread(target=gather_some, args=(thread,)) for thread in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sorted(results)
+
+    first, *others = workers.each(started, gather)
+    assert len(first) == 45
+    assert others == [first] * 2
+
+
+def test_a_thread_that_waits_for_an_earlier_round_times_out(workers):
+    a, b = workers.rpc(2)
+
+    def gather() -> tuple[dict[str, object], dict[str, object]]:
+        results: list[dict[str, object]] = []
+        first = threading.Thread(target=lambda: results.append(rpc.all_gather(1)))
+        first.start()
+        wait_until(lambda: current_agent()._all_gather_service._round_counts)
+        with pytest.raises(RpcTimeoutError, match="an earlier collective among the same workers .* 'worker0'"):
+            rpc.all_gather(2, timeout=0.1)
+        rpc.rpc_sync("worker1", set_event, ("go",))
+        first.join()
+        return results[0], rpc.all_gather(3)
+
+    def wait_and_gather() -> tuple[dict[str, object], dict[str, object]]:
+        wait_for("go")
+        return rpc.all_gather("one"), rpc.all_gather("three")
+
+    pending = [a.start(gather), b.start(wait_and_gather)]
+    expected = {"worker0": 1, "worker1": "one"}, {"worker0": 3, "worker1": "three"}
+    assert [p.result() for p in pending] == [expected] * 2

@@ -14,9 +14,6 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 
 from tests.remote_functions import wait_until
 
-AT_ONCE = rpc.AllGatherOptions(after=1)
-BY_MESSAGES = rpc.AllGatherOptions(enabled=False)
-
 
 @pytest.fixture(autouse=True)
 def _ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +39,8 @@ def start(agents: Callable[..., list[GrpcAgent]]):
     """Starts agents that are connected to each other, and a pool of threads that run functions on them."""
     with ThreadPoolExecutor(thread_name_prefix="gradwire-test") as pool:
 
-        def start(count: int, options: rpc.AllGatherOptions) -> tuple[list[GrpcAgent], Callable[..., Future]]:
-            made = agents(count, all_gather=options)
+        def start(count: int) -> tuple[list[GrpcAgent], Callable[..., Future]]:
+            made = agents(count)
             for agent in made:
                 for other in made:
                     if other is not agent:
@@ -59,9 +56,8 @@ def assert_excluded(result: object, worker: str) -> None:
     assert str(result).endswith(f"the other workers have ended this all_gather without {worker!r}")
 
 
-@pytest.mark.parametrize("options", [BY_MESSAGES, AT_ONCE], ids=["messages", "groups"])
-def test_all_end_if_two_of_four_have_lost_each_other(start, options):
-    members, submit = start(4, options)
+def test_all_end_if_two_of_four_have_lost_each_other(start):
+    members, submit = start(4)
     part(members[0], members[1])
     for number in range(6):
         pending = [submit(gather, agent, "user", (number, agent.info.id)) for agent in members]
@@ -78,7 +74,7 @@ def _open_rounds(agent: GrpcAgent) -> int:
 
 
 def test_the_others_are_rounds_ahead(start):
-    members, submit = start(4, BY_MESSAGES)
+    members, submit = start(4)
     part(members[0], members[1])
     for number in range(3):
         pending = [submit(gather, agent, "test", number) for agent in members if agent.info.id != 1]
@@ -89,7 +85,7 @@ def test_the_others_are_rounds_ahead(start):
 
 def test_two_are_parted_within_a_round(start):
     """The value of the one that is not the leader has arrived: all four get the same result."""
-    members, submit = start(4, BY_MESSAGES)
+    members, submit = start(4)
     a, b, *_ = members
     pending = [submit(gather, agent, "test", agent.info.id) for agent in (a, b)]
     rounds = a._all_gather_service._leader._open
@@ -101,7 +97,7 @@ def test_two_are_parted_within_a_round(start):
 
 def test_a_member_whose_leader_is_led_by_another(start):
     """The third one has lost the first one, and sends its value to the second one, which does not lead."""
-    members, submit = start(3, BY_MESSAGES)
+    members, submit = start(3)
     a, b, c = members
     part(a, c)
     for number in range(3):
@@ -121,7 +117,7 @@ def _last_round(agent: GrpcAgent) -> int:
 
 def test_a_round_in_which_a_leader_has_asked_goes_on(start):
     """All agree that the first member is dead."""
-    members, submit = start(3, BY_MESSAGES)
+    members, submit = start(3)
     a, b, c = members
     a.shutdown(graceful=False, timeout=0)
     wait_until(lambda: b.end_of(0) is not None and c.end_of(0) is not None)
@@ -132,7 +128,7 @@ def test_a_round_in_which_a_leader_has_asked_goes_on(start):
 
 
 def test_a_graceful_shutdown_of_all_four_ends(start):
-    members, submit = start(4, BY_MESSAGES)
+    members, submit = start(4)
     part(members[0], members[1])
     pending = [submit(agent.shutdown, graceful=True, timeout=0) for agent in members]
     for each in pending:
@@ -143,7 +139,7 @@ def test_a_graceful_shutdown_of_all_four_ends(start):
 @pytest.mark.parametrize("is_sent", [True, False], ids=["answer", "value"])
 def test_a_value_or_its_answer_is_lost_on_the_way(start, monkeypatch, is_sent):
     """Not its worker: the value is sent again in the same round, in which the others wait for it."""
-    members, submit = start(3, BY_MESSAGES)
+    members, submit = start(3)
     sender = members[2]
     send, attempts = sender.request, []
 
@@ -170,7 +166,7 @@ def test_a_value_or_its_answer_is_lost_on_the_way(start, monkeypatch, is_sent):
 
 
 def test_a_value_that_cannot_be_sent_in_time(start, monkeypatch):
-    members, _ = start(2, BY_MESSAGES)
+    members, _ = start(2)
     sender = members[1]
     send = sender.request
 

@@ -1,9 +1,5 @@
 """Members send values of wrong types and sizes in gradwire's own messages, which breaks those messages only."""
 
-import gc
-import itertools
-import pickle
-import sys
 import threading
 import tracemalloc
 from functools import partial
@@ -19,8 +15,6 @@ from gradwire.rpc.contracts.messages import Handler, MessageType
 from gradwire.rpc.profiling import extension as profiling
 from gradwire.rpc.profiling.events import events_to_tensor
 from gradwire.rpc.wire.failures import decode_failure
-from gradwire.rpc.wire.flat_pickle import flatten, unflatten
-from gradwire.rpc.wire.pickling import Packer
 
 from tests.remote_functions import add
 from tests.rpc.generators import count_to
@@ -100,53 +94,6 @@ def test_a_profiled_call_ends_whenever_its_events_were(two_workers, times):
 def profiled(result: int) -> None:
     with torch.autograd.profiler.profile():
         assert rpc.rpc_sync("worker1", add, (1, 2)) == result
-
-
-FLAT = pickle.loads(flatten(Packer().pack([torch.ones(2, requires_grad=True)], "the value")))
-"""A flattened value: body, tensors and payloads."""
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        FLAT[:2],
-        list(FLAT),
-        ("text", *FLAT[1:]),
-        (FLAT[0], 3, FLAT[2]),
-        (FLAT[0], ["text"], FLAT[2]),
-        (FLAT[0], [b"\xff"], FLAT[2]),
-        (FLAT[0], FLAT[1], ["text"]),
-        (FLAT[0], FLAT[1], []),
-        (FLAT[0], FLAT[1] * 2, FLAT[2]),  # all tensors of one payload: each would copy it
-    ],
-    ids=itertools.count(),
-)
-def test_what_is_no_flattened_value_is_refused(value):
-    assert len(unflatten(pickle.dumps(FLAT))[1]) == 1
-    with pytest.raises(ValueError, match="malformed value"):
-        unflatten(pickle.dumps(value))
-
-
-def test_a_flattened_value_refers_to_no_stream():
-    """Python 3.12 crashes when a BytesIO with an open buffer is in cyclic garbage."""
-    assert type(flatten(Packer().pack(torch.ones(1000), "the value")).obj) is bytearray
-
-
-def test_a_flattened_value_may_be_in_cyclic_garbage(workers):
-    """As when an exception holds the frame that has it."""
-
-    def check() -> list[str]:
-        unraised: list[str] = []
-        sys.unraisablehook = lambda error: unraised.append(str(error.exc_value))
-        cycle: list[object] = [flatten(Packer().pack(torch.ones(1000), "the value"))]
-        cycle.append(cycle)
-        del cycle
-        gc.collect()
-        return unraised
-
-    (worker,) = workers(1)  # some releases of Python would end it
-    assert worker.run(check) == []
 
 
 def test_a_closure_in_a_header_is_small():

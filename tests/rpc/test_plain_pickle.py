@@ -16,7 +16,6 @@ from gradwire.errors import LossCause, PolicyError, SerializationError, StoreTim
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
-from gradwire.rpc.wire.flat_pickle import flatten, unflatten
 from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import given
@@ -393,16 +392,6 @@ def test_damaged_pickles(data):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(PolicyError):
         load(bytes(body))
-
-
-def test_flattened_values():
-    value = {"x": torch.ones(100, 100), "y": [1, 2]}
-    flat = bytearray(flatten(Packer().pack(value, "the value")))
-    restricted = reader()
-    body, tensors = unflatten(flat, lambda data: restricted.load(PEER, data))
-    received = restricted.read(Incoming(PEER, agent_pb2.Envelope(), body, tensors))
-    assert torch.equal(received["x"], value["x"])
-    assert received["y"] == [1, 2]
 
 
 def test_refusals_are_counted_by_sender():

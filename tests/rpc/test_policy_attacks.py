@@ -226,26 +226,14 @@ def test_errors_of_control_messages(attacked, folder):
     victim.run(send, str(folder))
 
 
-@pytest.mark.parametrize("through_group", [False, True])
-def test_all_gather(workers, folder, through_group):
-    """worker0 leads, so its value comes in its answer, or by the process group."""
+def test_all_gather(workers, folder):
+    """worker0 leads, so its value comes in its answer."""
     policy = rpc.Policy(callers={"worker0": rpc.Policy(accepts="plain")})
-    pair = workers.rpc(2, policy=policy, all_gather=rpc.AllGatherOptions(after=1))
+    attacker, victim = workers.rpc(2, policy=policy)
 
     def gather(value) -> dict:
         return rpc.all_gather(value)
 
-    if through_group:
-
-        def form() -> int:
-            return rpc.debug_info()["all_gather_groups"]
-
-        for _ in range(200):
-            assert workers.each(pair, gather, 1) == [{"worker0": 1, "worker1": 1}] * 2
-            if all(workers.each(pair, form)):
-                break
-        workers.each(pair, gather, 2)
-    attacker, victim = pair
     attack = attacker.start(lambda folder: gather(Attack(folder)) and None, str(folder))
     with pytest.raises(PolicyError, match="attack_others"):
         victim.run(gather, 1)

@@ -15,7 +15,6 @@ from gradwire.errors import RendezvousError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import add, wait_until
-from tests.rpc.all_gathers import AT_ONCE, groups
 from tests.rpc.broadcasts import BETWEEN_HOSTS, LARGE, each_result, group_count, total
 from tests.rpc.test_worker_events import next_event, register
 from tests.workers import Worker
@@ -113,20 +112,20 @@ def test_a_killed_worker_comes_back_into_a_static_group(group, workers, port):
         each.result()
 
 
-def gather_and_broadcast(names: list[str]) -> tuple[list[dict[str, int]], dict[str, list[float]], int, int]:
-    """Runs what goes through process groups of the first workers; returns the results, and how many there are."""
+def gather_and_broadcast(names: list[str]) -> tuple[list[dict[str, int]], dict[str, list[float]], int]:
+    """Runs collectives, and what goes through process groups of the first workers; returns how many there are."""
     gathered = [rpc.all_gather(number) for number in range(6)]
     receivers = [[name for name in names if name != left_out] for left_out in names]
     tensor = torch.ones(LARGE)
     sums = {" ".join(each): each_result(each, total, (tensor,)) for each in receivers}
     rpc.all_gather("all have sent")
-    return gathered, sums, groups(), group_count()
+    return gathered, sums, group_count()
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_with_a_worker_that_has_come_back_there_are_no_process_groups(workers, port, restarts):
-    """As in dynamic groups, collectives go by messages, and large tensors to each worker by itself."""
-    options = {"transports": BETWEEN_HOSTS, "insecure": True, "all_gather": AT_ONCE}
+    """As in dynamic groups, large tensors go to each worker by itself."""
+    options = {"transports": BETWEEN_HOSTS, "insecure": True}
     group = list(workers(SIZE))
     for pending in [worker.start(join, rank, port, **options) for rank, worker in enumerate(group)]:
         pending.result()
@@ -136,10 +135,9 @@ def test_with_a_worker_that_has_come_back_there_are_no_process_groups(workers, p
         group[1].run(join, 1, port, **options)
         reach_everybody(group)
     names = [f"w{rank}" for rank in range(SIZE)]
-    for gathered, sums, all_gather_groups, broadcast_groups in workers.each(group, gather_and_broadcast, names):
+    for gathered, sums, broadcast_groups in workers.each(group, gather_and_broadcast, names):
         assert gathered == [dict.fromkeys(names, number) for number in range(6)]
         assert sums == {"w1 w2": [LARGE] * 2, "w0 w2": [LARGE] * 2, "w0 w1": [LARGE] * 2}
-        assert bool(all_gather_groups) is not restarts
         assert bool(broadcast_groups) is not restarts
     for each in [worker.start(rpc.shutdown) for worker in group]:
         each.result()

@@ -14,7 +14,6 @@ from gradwire.rpc.collectives.rounds import RoundKey
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
-from tests.rpc.all_gathers import AT_ONCE, form
 from tests.workers import Worker
 
 SIZE = 3
@@ -79,14 +78,10 @@ def values(group: list[Worker], number: int = 0) -> dict[str, tuple[int, int]]:
     return {f"w{rank}": (worker.pid, number) for rank, worker in enumerate(group)}
 
 
-@pytest.mark.parametrize("in_group", [False, True], ids=["messages", "group"])
 @pytest.mark.parametrize(("replaced", "waiting", "late"), [(1, 0, 2), (1, 2, 0), (0, 2, 1)])
-def test_a_round_with_a_replaced_member_is_run_again(form_group, replace, replaced, waiting, late, in_group):
+def test_a_round_with_a_replaced_member_is_run_again(form_group, replace, replaced, waiting, late):
     """One member has begun it with the former incarnation, the other one knows of the new one before it begins."""
-    group = form_group(**({"all_gather": AT_ONCE} if in_group else {}))
-    if in_group:
-        for pending in [worker.start(form) for worker in group]:
-            pending.result()
+    group = form_group()
     pending = [group[waiting].start(gather, 2)]
     group[late].run(wait_until_in_round, f"w{waiting}")
     replace(group, replaced)

@@ -10,7 +10,6 @@ from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast import channel
 from gradwire.rpc.collectives import leader
-from gradwire.rpc.collectives.group_rounds import NO_GROUP_NEXT, NO_STATUS
 from gradwire.rpc.collectives.leader import ASK_RESULT, TELL_RESULT
 from gradwire.rpc.collectives.rounds import RoundResult
 from gradwire.rpc.contracts.agent import holder
@@ -30,8 +29,8 @@ def tell(sender, receiver, kind: str, payload: object) -> Exception | None:
     return told[0]
 
 
-def contribute(sender, receiver, key: object, status: object = NO_STATUS, *, was_tried: bool = False):
-    body = (*key, "a value", status, was_tried)
+def contribute(sender, receiver, key: object, *, was_tried: bool = False):
+    body = (*key, "a value", was_tried)
     return sender.request(receiver.info, Request(MessageType.ALL_GATHER, body, timeout=0))
 
 
@@ -58,7 +57,7 @@ def test_rounds_of_others_are_refused(agents, key):
     a, _, c = agents(3)
     with pytest.raises(ValueError, match="malformed message"):
         contribute(c, a, key).wait()
-    for kind, payload in ((ASK_RESULT, key), (TELL_RESULT, (key, RoundResult({0: 1}, NO_GROUP_NEXT)))):
+    for kind, payload in ((ASK_RESULT, key), (TELL_RESULT, (key, RoundResult({0: 1})))):
         assert isinstance(tell(c, a, kind, payload), ValueError)
     with pytest.raises(ValueError, match="malformed message"):
         c.request(a.info, Request(MessageType.ALL_GATHER_STATUS, key)).wait()
@@ -101,8 +100,6 @@ def test_open_rounds_of_one_worker_are_bounded(agents, monkeypatch):
     assert isinstance(tell(c, a, ASK_RESULT, ("asked", 9, (0, 2))), ValueError)
     with pytest.raises(ValueError, match="sends its value for round 1 twice"):
         contribute(c, a, ("t", 1, (0, 2))).wait()
-    with pytest.raises(ValueError, match="without a status"):
-        contribute(c, a, ("t", 7, (0, 2)), None).wait()
     contribute(b, a, ("t", 9, (0, 1)))
     wait_until(lambda: len(leader_of(a)._open) == 3)
     assert a.all_gather("t", "mine", [a.info, c.info], 20) == {0: "mine", 2: "a value"}
@@ -111,7 +108,7 @@ def test_open_rounds_of_one_worker_are_bounded(agents, monkeypatch):
 def test_results_are_taken_from_members_that_were_asked(agents):
     a, b, c = agents(3)
     key = ("t", 0, (0, 1, 2))
-    forged = RoundResult({0: "forged", 1: "forged", 2: "forged"}, NO_GROUP_NEXT)
+    forged = RoundResult({0: "forged", 1: "forged", 2: "forged"})
     assert tell(c, a, TELL_RESULT, (key, forged)) is None  # as if it came late
     assert not leader_of(a)._finished
     of_c = contribute(c, a, key)
