@@ -869,6 +869,7 @@ class Payload(google.protobuf.message.Message):
     BULK_FIELD_NUMBER: builtins.int
     CUDA_IPC_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
+    GATHERED_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """a worker sends to itself: the key under which it keeps the bytes"""
@@ -884,6 +885,8 @@ class Payload(google.protobuf.message.Message):
     def cuda_ipc(self) -> Global___DevicePayload: ...
     @property
     def attached(self) -> Global___AttachedPayload: ...
+    @property
+    def gathered(self) -> Global___GatheredPayload: ...
     def __init__(
         self,
         *,
@@ -895,12 +898,13 @@ class Payload(google.protobuf.message.Message):
         bulk: Global___BulkPayload | None = ...,
         cuda_ipc: Global___DevicePayload | None = ...,
         attached: Global___AttachedPayload | None = ...,
+        gathered: Global___GatheredPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "gathered", b"gathered", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "gathered", b"gathered", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk", "cuda_ipc", "attached"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk", "cuda_ipc", "attached", "gathered"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -927,6 +931,27 @@ class AttachedPayload(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AttachedPayload: typing_extensions.TypeAlias = AttachedPayload
+
+@typing.final
+class GatheredPayload(google.protobuf.message.Message):
+    """A part of the payload of the envelope's TensorTable."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "offset", b"offset"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GatheredPayload: typing_extensions.TypeAlias = GatheredPayload
 
 @typing.final
 class ChunkedPayload(google.protobuf.message.Message):
@@ -1130,6 +1155,7 @@ class Tensor(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     QUANTIZATION_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    TABLE_FIELD_NUMBER: builtins.int
     dtype: Global___DType.ValueType
     requires_grad: builtins.bool
     coalesced: builtins.bool
@@ -1162,6 +1188,10 @@ class Tensor(google.protobuf.message.Message):
     def shared(self) -> Global___SharedMemory:
         """instead of `data`"""
 
+    @property
+    def table(self) -> Global___TensorTable:
+        """Only in the first message of an envelope, with `data` and nothing else: this message stands for many tensors."""
+
     def __init__(
         self,
         *,
@@ -1176,13 +1206,57 @@ class Tensor(google.protobuf.message.Message):
         layout: Global___SparseLayout.ValueType = ...,
         quantization: Global___Quantization | None = ...,
         shared: Global___SharedMemory | None = ...,
+        table: Global___TensorTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "quantization", b"quantization", "shared", b"shared"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "quantization", b"quantization", "shared", b"shared", "table", b"table"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "data", b"data", "device", b"device", "dtype", b"dtype", "layout", b"layout", "parts", b"parts", "quantization", b"quantization", "requires_grad", b"requires_grad", "shared", b"shared", "sizes", b"sizes", "strides", b"strides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "data", b"data", "device", b"device", "dtype", b"dtype", "layout", b"layout", "parts", b"parts", "quantization", b"quantization", "requires_grad", b"requires_grad", "shared", b"shared", "sizes", b"sizes", "strides", b"strides", "table", b"table"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Tensor: typing_extensions.TypeAlias = Tensor
+
+@typing.final
+class TensorTable(google.protobuf.message.Message):
+    """Dense and contiguous tensors of the CPU. Their elements are in one payload: each begins at a multiple of 64 bytes, after
+    those of the tensor before it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: builtins.int
+    DTYPES_FIELD_NUMBER: builtins.int
+    DIMENSIONS_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    REQUIRES_GRAD_FIELD_NUMBER: builtins.int
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each among all tensors of the envelope, ascending; the other messages fill the gaps"""
+
+    @property
+    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DType.ValueType]: ...
+    @property
+    def dimensions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """how many of the sizes belong to each"""
+
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def requires_grad(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the positions of those that require grad"""
+
+    def __init__(
+        self,
+        *,
+        positions: collections.abc.Iterable[builtins.int] | None = ...,
+        dtypes: collections.abc.Iterable[Global___DType.ValueType] | None = ...,
+        dimensions: collections.abc.Iterable[builtins.int] | None = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        requires_grad: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dimensions", b"dimensions", "dtypes", b"dtypes", "positions", b"positions", "requires_grad", b"requires_grad", "sizes", b"sizes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TensorTable: typing_extensions.TypeAlias = TensorTable
 
 @typing.final
 class Quantization(google.protobuf.message.Message):

@@ -198,7 +198,9 @@ class Codec:
         try:
             writer.put_body(message.body, envelope.body)
             envelope.tensors.extend(
-                encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
+                encode_tensors(
+                    message.tensors, writer.put, message.device_map, message.leaves, writer, writer.put_gathered
+                )
             )
             message.tensors = []  # a received one gives its segment back, with this envelope or in it
             writer.settle(envelope)

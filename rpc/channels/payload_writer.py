@@ -8,6 +8,7 @@ import torch
 from ...proto.v1 import agent_pb2
 from ..contracts.options import ChannelOptions
 from ..wire.attached import ALIGNMENT
+from ..wire.gathered import Gathered
 from .base import SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .cuda.channel import CudaIpcChannel
@@ -87,14 +88,29 @@ class PayloadWriter:
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
+        return self._put(data) or self._send(data)
+
+    def put_gathered(self, gathered: Gathered) -> agent_pb2.Payload:
+        """Does the same for the elements of many tensors, which never go inside the envelope."""
+        joined = None if self._broadcast is None else self._broadcast.joined(self._count, gathered)
+        if (payload := self._put(gathered if joined is None else joined)) is not None:
+            return payload
+        return self._send(gathered.joined() if joined is None else joined, may_be_inline=False)
+
+    def _put(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
+        """Sends bytes by memory that this worker shares with the receiver, or by a broadcast, if it can."""
         position, self._count = self._count, self._count + 1
-        if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
+        if (
+            self._broadcast is not None
+            and isinstance(data, memoryview)
+            and (shared := self._broadcast.put(self._peer, position, data)) is not None
+        ):
             if shared.start is not None:
                 self._transfers.append(shared.start)
             self._add_external(shared.payload, data.nbytes)
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
-        if self.may_send_back and data.nbytes >= self._shared_threshold:
+        if self.may_send_back and data.nbytes >= self._shared_threshold and isinstance(data, memoryview):
             going_back = self._shared_memory.begin_send_back(self._peer, data)
             if going_back is not None:
                 self._going_back.append(going_back)
@@ -105,7 +121,11 @@ class PayloadWriter:
             if in_segment is not None:
                 self._add_external(in_segment, data.nbytes)
                 return in_segment
-        if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
+        return None
+
+    def _send(self, data: memoryview, *, may_be_inline: bool = True) -> agent_pb2.Payload:
+        """Sends bytes inside the envelope, behind it, or apart from it."""
+        if may_be_inline and data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
             self._inline_bytes_left -= data.nbytes
             self.inline_nbytes += data.nbytes
             payload, start = self._small.send(self._peer, data)

@@ -19,6 +19,9 @@ __all__ = [
     "read_inline",
 ]
 
+_HERE = ("inline", "attached", "gathered", None)
+"""The locations of payloads that came with the envelope, and of parts of others."""
+
 PayloadReader = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 """Returns the bytes of a payload of one received envelope. Only tensors have a DeviceBuffer."""
 
@@ -40,13 +43,14 @@ class AnswerPayloads(Protocol):
 
 
 def is_payload_inline(payload: agent_pb2.Payload) -> bool:
-    """Returns whether a payload is inside its envelope."""
-    return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
+    """Returns whether a payload is inside its envelope, or a part of another one."""
+    # None: an empty payload, as of a tensor on meta
+    return payload.WhichOneof("location") in ("inline", "gathered", None)
 
 
 def has_come(payload: agent_pb2.Payload) -> bool:
-    """Returns whether a payload came with its envelope: inside it, or attached to it."""
-    return payload.WhichOneof("location") in ("inline", "attached", None)
+    """Returns whether a payload came with its envelope, or is a part of another one."""
+    return payload.WhichOneof("location") in _HERE
 
 
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
@@ -74,7 +78,7 @@ def external_bytes(envelope: agent_pb2.Envelope) -> int:
     nbytes = 0
     for payload in payloads_of(envelope):
         location = payload.WhichOneof("location")
-        if location not in ("inline", "attached", "local", None):
+        if location not in (*_HERE, "local"):
             nbytes += getattr(payload, location).nbytes
     return nbytes
 

@@ -181,7 +181,7 @@ class ChannelRouter:
             if location in _COLLECTED_AT_ONCE:
                 external.append(payload)
                 nbytes += getattr(payload, location).nbytes
-            elif location not in ("inline", "attached", None):
+            elif location not in ("inline", "attached", "gathered", None):
                 return None, external_bytes(envelope)
         if not external:
             return read_here, 0

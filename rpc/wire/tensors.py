@@ -22,10 +22,12 @@ from .dtypes import (
     PLAIN_DTYPES,
 )
 from .elements import PutPayload, as_bytes, as_carrier, header
+from .gathered import Gathered
 from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
 from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides
+from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, TableReader, TableWriter
 
 __all__ = [
     "UnmappedDeviceError",
@@ -108,6 +110,7 @@ def encode_tensors(
     device_map: DeviceMap = NO_DEVICES,
     leaves: AbstractSet[int] = frozenset(),
     devices: DeviceWriter | None = None,
+    put_gathered: Callable[[Gathered], agent_pb2.Payload] | None = None,
 ) -> list[agent_pb2.Tensor]:
     """Returns the messages for the tensors of one envelope, and sends their elements.
 
@@ -117,6 +120,7 @@ def encode_tensors(
         device_map: devices of this worker to devices of the receiver.
         leaves: indices of tensors that require grad but arrive as autograd leaves.
         devices: sends the elements of CUDA tensors; by default they are copied to the host one by one.
+        put_gathered: sends those of many small tensors at once; by default they are sent one by one.
     """
     made: Mapping[int, agent_pb2.Tensor] = _NOTHING
     if len(tensors) > 1 and _CPU not in device_map and (shared := find_shared(tensors, leaves)):
@@ -126,9 +130,29 @@ def encode_tensors(
         }
     if device_map and devices is not None:
         made = {**made, **encode_from_devices(tensors, put, device_map, devices)}
+    if put_gathered is not None and len(tensors) >= MIN_TENSORS and not device_map:
+        return _encode_many(tensors, put, put_gathered, made)
     return [
         made[index] if index in made else _encode(tensor, put, device_map) for index, tensor in enumerate(tensors)
     ]
+
+
+def _encode_many(
+    tensors: Sequence[torch.Tensor],
+    put: PutPayload,
+    put_gathered: Callable[[Gathered], agent_pb2.Payload],
+    made: Mapping[int, agent_pb2.Tensor],
+) -> list[agent_pb2.Tensor]:
+    """Does what `encode_tensors` does, with a table of those that can be in one."""
+    table = TableWriter()
+    gathered = table.gathered
+
+    def put_small(data: memoryview) -> agent_pb2.Payload:
+        return gathered.put(data) if 0 < data.nbytes <= MAX_GATHERED_BYTES else put(data)
+
+    others = [index for index, tensor in enumerate(tensors) if index in made or not table.add(index, tensor)]
+    messages = [made[index] if index in made else _encode(tensors[index], put_small) for index in others]
+    return [table.message(put_gathered(gathered)), *messages] if gathered.nbytes else messages
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -250,6 +274,10 @@ def decode_tensors(
         RuntimeError: a device has failed, or has no memory.
     """
     messages = list(messages)
+    table = None
+    if messages and messages[0].HasField("table"):
+        table = TableReader(messages.pop(0), len(messages), get)
+        get = table.get
     started: list[StartedCopy] = []
     try:
         tensors = [
@@ -258,10 +286,10 @@ def decode_tensors(
     finally:
         if started and devices is not None:
             devices.wait(started)  # also of a message that is malformed: the memory goes back to its owners
-    return [
-        _decode_shared(message, tensors) if tensor is None else tensor
-        for message, tensor in zip(messages, tensors, strict=True)
-    ]
+    if table is not None:
+        tensors = table.merge(tensors)
+    sharing = (message for message in messages if message.HasField("shared"))
+    return [_decode_shared(next(sharing), tensors) if tensor is None else tensor for tensor in tensors]
 
 
 def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
+from ...wire.gathered import Gathered
 from ..base import SendingChannel, StartTransfer
 from ..shared_memory.broadcast import SegmentBroadcast
 from ..shared_memory.mapping import address_and_size
@@ -236,6 +237,18 @@ class Broadcast:
         self._has_acquired = False
         self._payloads: dict[int, _SharedPayload] = {}
         """By position in the messages."""
+        self._joined: dict[int, tuple[Gathered, memoryview]] = {}
+        """The elements of many tensors, and their copies, by position in the messages."""
+
+    def joined(self, position: int, gathered: Gathered) -> memoryview:
+        """Returns a copy of the elements of many tensors of a message: the same one for all that have these."""
+        first, data = self._joined.setdefault(position, (gathered, memoryview(b"")))
+        if first.pieces != gathered.pieces:
+            return gathered.joined()
+        if not data.nbytes:
+            data = gathered.joined()
+            self._joined[position] = first, data
+        return data
 
     def put(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
         """Broadcasts a payload of a message.

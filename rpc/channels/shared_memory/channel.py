@@ -9,6 +9,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
+from ...wire.gathered import Gathered
 from ..base import PayloadLostError, check_size
 from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
@@ -79,7 +80,7 @@ class SharedMemoryChannel:
             self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
         return state
 
-    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
+    def send(self, peer: int, data: memoryview | Gathered) -> agent_pb2.Payload | None:
         """Copies a payload into a segment.
 
         Returns:

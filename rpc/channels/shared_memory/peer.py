@@ -10,6 +10,7 @@ from typing import Any, final
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.segments import SegmentSender
+from ...wire.gathered import Gathered
 from ..segment_limit import SegmentLimit
 from .mapping import MAX_SEGMENTS, address_and_size
 from .receiving import MappedSegments
@@ -78,7 +79,7 @@ class PeerSegments:
 
     # Sending: on any thread.
 
-    def send(self, data: memoryview) -> agent_pb2.Payload | None:
+    def send(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
         """Copies a payload into a segment; returns None if there is no socket, or no memory for it."""
         connection = self._socket
         if connection is None or (put := self.pool.put(data)) is None:

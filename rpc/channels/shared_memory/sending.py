@@ -15,6 +15,7 @@ from typing import final
 
 import numpy as np
 
+from ...wire.gathered import Gathered
 from ..segment_limit import SegmentLimit
 from .leases import Leases, Memory
 from .mapping import SEALS, Mapping, may_send_back
@@ -34,7 +35,7 @@ class Segment:
 
     __slots__ = ("_bytes", "descriptor", "holders", "is_spent", "mapping", "number", "size")
 
-    def __init__(self, number: int, size: int, data: memoryview) -> None:
+    def __init__(self, number: int, size: int, data: memoryview | Gathered) -> None:
         """Makes a segment of `size` bytes that begins with `data`.
 
         Raises:
@@ -50,19 +51,24 @@ class Segment:
         try:
             # Writing to the file takes two thirds of the time of allocating pages and then writing to each.
             written = 0
-            while written < data.nbytes:
+            while isinstance(data, memoryview) and written < data.nbytes:
                 written += os.pwrite(self.descriptor, data[written:], written)
             if written < size:
                 os.posix_fallocate(self.descriptor, written, size - written)  # fails here, not on access
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
             self.mapping = Mapping(self.descriptor, size)
             self._bytes = np.frombuffer(memoryview(self.mapping.buffer()), dtype=np.uint8)
+            if not written:
+                self.fill(data)
         except BaseException:
             os.close(self.descriptor)
             raise
 
-    def fill(self, data: memoryview) -> None:
+    def fill(self, data: memoryview | Gathered) -> None:
         """Copies bytes to the beginning of the segment."""
+        if isinstance(data, Gathered):
+            data.copy_to(self._bytes.data)
+            return
         self._bytes[: data.nbytes] = np.frombuffer(data, dtype=np.uint8)  # lets other threads run meanwhile
 
 
@@ -104,7 +110,7 @@ class SegmentPool:
         self._was_used = False
         """Whether something has been put since the last `remove_idle`."""
 
-    def put(self, data: memoryview) -> tuple[Segment, bool] | None:
+    def put(self, data: memoryview | Gathered) -> tuple[Segment, bool] | None:
         """Copies bytes into a segment, which its receivers then own.
 
         Returns:
@@ -130,7 +136,7 @@ class SegmentPool:
             raise
         return segment, False
 
-    def _put_into_new(self, size: int, data: memoryview) -> tuple[Segment, bool] | None:
+    def _put_into_new(self, size: int, data: memoryview | Gathered) -> tuple[Segment, bool] | None:
         if (number := self._limit.acquire(size)) is None:
             return None
         self.highest = max(self.highest, number)
