@@ -1217,7 +1217,7 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class TensorTable(google.protobuf.message.Message):
-    """Dense and contiguous tensors of the CPU. Their elements are in one payload: each begins at a multiple of 64 bytes, after
+    """Dense tensors of the CPU without gaps. Their elements are in one payload: each begins at a multiple of 64 bytes, after
     those of the tensor before it.
     """
 
@@ -1228,6 +1228,8 @@ class TensorTable(google.protobuf.message.Message):
     DIMENSIONS_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
     REQUIRES_GRAD_FIELD_NUMBER: builtins.int
+    PERMUTED_FIELD_NUMBER: builtins.int
+    STRIDES_FIELD_NUMBER: builtins.int
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of each among all tensors of the envelope, ascending; the other messages fill the gaps"""
@@ -1244,6 +1246,14 @@ class TensorTable(google.protobuf.message.Message):
     def requires_grad(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the positions of those that require grad"""
 
+    @property
+    def permuted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the positions of those whose elements are in another order than row-major"""
+
+    @property
+    def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of these, as many as sizes; no element is twice in memory, and there are no gaps"""
+
     def __init__(
         self,
         *,
@@ -1252,8 +1262,10 @@ class TensorTable(google.protobuf.message.Message):
         dimensions: collections.abc.Iterable[builtins.int] | None = ...,
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
         requires_grad: collections.abc.Iterable[builtins.int] | None = ...,
+        permuted: collections.abc.Iterable[builtins.int] | None = ...,
+        strides: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dimensions", b"dimensions", "dtypes", b"dtypes", "positions", b"positions", "requires_grad", b"requires_grad", "sizes", b"sizes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dimensions", b"dimensions", "dtypes", b"dtypes", "permuted", b"permuted", "positions", b"positions", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TensorTable: typing_extensions.TypeAlias = TensorTable

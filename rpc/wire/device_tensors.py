@@ -103,7 +103,8 @@ def check_count(message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dt
 
     For a tensor with strides, `restore_strides` checks how many elements they are.
     """
-    if nbytes % dtype.itemsize or not (message.strides or math.prod(sizes) * dtype.itemsize == nbytes):
+    is_all = message.strides or math.prod(sizes) * dtype.itemsize == nbytes
+    if not nbytes or nbytes % dtype.itemsize or not is_all:
         raise ValueError(f"malformed tensor: {nbytes} bytes for shape {tuple(sizes)} of {dtype}")
 
 

@@ -8,16 +8,17 @@ import numpy as np
 from ...proto.v1 import agent_pb2
 from .attached import ALIGNMENT
 
-__all__ = ["Gathered", "aligned"]
+__all__ = ["ALIGNMENT", "Gathered", "address_of", "copy"]
 
-_copy = ctypes.PyDLL(None).memmove  # which keeps the GIL: letting it go for each of 1,000 pieces costs more
-_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_copy.restype = None
+copy = ctypes.PyDLL(None).memmove
+"""Copies bytes: `copy(to, from, nbytes)`. It keeps the GIL: to let it go for each of 1,000 pieces costs more."""
+copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy.restype = None
 
 
-def aligned(nbytes: int) -> int:
-    """Returns where what follows so many bytes begins."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def address_of(data: memoryview) -> int:
+    """Returns where bytes are, which somebody has to keep alive."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 @final
@@ -35,7 +36,8 @@ class Gathered:
 
     def add(self, address: int, nbytes: int) -> int:
         """Adds what is at an address, which has to stay there until it is copied. Returns its place."""
-        place = aligned(self.nbytes)
+        end = self.nbytes
+        place = end + -end % ALIGNMENT
         self.pieces.append((place, address, nbytes))
         self.nbytes = place + nbytes
         return place
@@ -43,14 +45,14 @@ class Gathered:
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Adds bytes, which it keeps; returns where the receiver finds them."""
         self._kept.append(data)
-        place = self.add(np.frombuffer(data, np.uint8).ctypes.data, data.nbytes)
+        place = self.add(address_of(data), data.nbytes)
         return agent_pb2.Payload(gathered=agent_pb2.GatheredPayload(offset=place, nbytes=data.nbytes))
 
     def copy_to(self, target: memoryview) -> None:
         """Copies all of it to the beginning of some memory."""
-        base = ctypes.addressof(ctypes.c_char.from_buffer(target))
+        base = address_of(target)
         for place, address, nbytes in self.pieces:
-            _copy(base + place, address, nbytes)
+            copy(base + place, address, nbytes)
 
     def joined(self) -> memoryview:
         """Returns a copy of all of it."""

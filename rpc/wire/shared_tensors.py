@@ -6,6 +6,7 @@ are sent one by one: autograd at the receiver would not know that a change in pl
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 import torch
 
@@ -13,6 +14,10 @@ from ...proto.v1 import agent_pb2
 from .strides import MAX_DIMENSIONS, has_no_gaps, span
 
 __all__ = ["find_shared", "restore_shared"]
+
+_NONE: Mapping[int, agent_pb2.SharedMemory] = {}
+
+_storage, _address = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Mapping[int, agent_pb2.SharedMemory]:
@@ -24,6 +29,9 @@ def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Ma
         tensors: all tensors of a message.
         leaves: indices of tensors that require grad but arrive as autograd leaves.
     """
+    with suppress(RuntimeError):  # of a tensor without a storage, as a sparse one
+        if len(set(map(_address, map(_storage, tensors)))) == len(tensors):  # the way of nearly all messages
+            return _NONE
     by_memory: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if (not tensor.requires_grad or index in leaves) and _is_plain(tensor) and tensor.numel():

@@ -9,7 +9,8 @@ The receiver copies each tensor out of the payload. So a tensor that is kept kee
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -17,10 +18,9 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .gathered import Gathered, aligned
-from .inline_tensors import plain_tensor
-from .small_tensors import contiguous_address
-from .strides import MAX_DIMENSIONS, is_shape
+from .gathered import ALIGNMENT, Gathered, address_of, copy
+from .small_tensors import dense_address
+from .strides import MAX_DIMENSIONS, has_no_gaps, is_shape
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
 
@@ -29,6 +29,8 @@ MIN_TENSORS = 4
 
 MAX_GATHERED_BYTES = 128 << 10
 """Bytes of the largest tensor that is copied out of a payload. Larger ones stay where they are received."""
+
+_features = attrgetter("is_cpu", "layout", "dtype", "is_nested", "shape", "requires_grad")
 
 GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 
@@ -43,29 +45,45 @@ class TableWriter:
         self._dimensions: list[int] = []
         self._sizes: list[int] = []
         self._requires_grad: list[int] = []
+        self._permuted: list[int] = []
+        self._strides: list[int] = []
 
-    def add(self, position: int, tensor: torch.Tensor) -> bool:
-        """Adds a tensor, which has to stay alive until its elements are copied. Returns whether that can be.
+    def take(self, tensors: Sequence[torch.Tensor], but: Container[int]) -> list[int]:
+        """Adds the tensors that a table can have. They have to stay alive until their elements are copied.
 
         Args:
-            position: its index among the tensors of the message.
-            tensor: any tensor.
+            tensors: all tensors of the message.
+            but: indices of those that are not to be added.
+
+        Returns:
+            The indices of those that were not added.
         """
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        dtype, nbytes = tensor.dtype, tensor.nbytes
-        if not 0 < nbytes <= MAX_GATHERED_BYTES or dtype not in PLAIN_DTYPES:
-            return False
-        if not (address := contiguous_address(tensor, nbytes)):
-            return False
-        self.gathered.add(address, nbytes)
-        self._positions.append(position)
-        self._dtypes.append(DTYPE_NUMBERS[dtype])
-        self._dimensions.append(tensor.dim())
-        self._sizes.extend(tensor.shape)
-        if tensor.requires_grad:
-            self._requires_grad.append(position)
-        return True
+        others = []
+        add, strided, plain, numbers = self.gathered.add, torch.strided, PLAIN_DTYPES, DTYPE_NUMBERS
+        for position, tensor in enumerate(tensors):
+            is_cpu, layout, dtype, is_nested, shape, requires_grad = _features(tensor)
+            if (
+                not is_cpu
+                or layout is not strided
+                or is_nested
+                or dtype not in plain
+                or position in but
+                or not 0 < (nbytes := tensor.nbytes) <= MAX_GATHERED_BYTES
+                or not (address := dense_address(tensor, nbytes))
+            ):
+                others.append(position)
+                continue
+            add(address, nbytes)
+            self._positions.append(position)
+            self._dtypes.append(numbers[dtype])
+            self._dimensions.append(len(shape))
+            self._sizes += shape
+            if requires_grad:
+                self._requires_grad.append(position)
+            if not tensor.is_contiguous():
+                self._permuted.append(position)
+                self._strides += tensor.stride()
+        return others
 
     def message(self, data: agent_pb2.Payload) -> agent_pb2.Tensor:
         """Returns the message that stands for the tensors. Args: data: the payload with their elements."""
@@ -77,8 +95,24 @@ class TableWriter:
                 dimensions=self._dimensions,
                 sizes=self._sizes,
                 requires_grad=self._requires_grad,
+                permuted=self._permuted,
+                strides=self._strides,
             ),
         )
+
+
+def _check(number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], dimensions: int) -> tuple[torch.dtype, int]:
+    """Returns the dtype and the bytes of a tensor. Raises ValueError if it is none."""
+    dtype = DTYPES_BY_NUMBER.get(number)
+    if dtype not in PLAIN_DTYPES or len(sizes) != dimensions or not is_shape(sizes) or 0 in sizes:
+        raise ValueError(f"malformed tensor: dtype number {number}, shape {sizes[:MAX_DIMENSIONS]}")
+    return dtype, math.prod(sizes) * dtype.itemsize
+
+
+def _empty_permuted(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if len(strides) != len(sizes) or not has_no_gaps(sizes, strides):
+        raise ValueError(f"malformed tensor: strides {strides} for shape {sizes}")
+    return torch.empty_strided(sizes, strides, dtype=dtype)
 
 
 class TableReader:
@@ -105,26 +139,46 @@ class TableReader:
         """Those of the table, by their positions among the tensors of the message."""
 
     def _read(self, table: agent_pb2.TensorTable, count: int) -> dict[int, torch.Tensor]:
-        positions, requires_grad = table.positions, set(table.requires_grad)
+        positions, requires_grad, empty = table.positions, set(table.requires_grad), torch.empty
         if len(positions) != len(table.dtypes) or len(positions) != len(table.dimensions):
             raise ValueError("malformed tensors: lists of different lengths")
         found: dict[int, torch.Tensor] = {}
-        end, size, all_sizes, data = 0, 0, tuple(table.sizes), self._data
+        known: dict[tuple[agent_pb2.DType.ValueType, tuple[int, ...]], tuple[torch.dtype, int]] = {}
+        strides = self._strides(table)
+        all_sizes, limit, base = tuple(table.sizes), len(self._data), address_of(self._data)
+        end = first = 0
         for position, number, dimensions in zip(positions, table.dtypes, table.dimensions, strict=True):
-            sizes = all_sizes[size : size + dimensions]
-            size += dimensions
-            dtype = DTYPES_BY_NUMBER.get(number)
-            if dtype not in PLAIN_DTYPES or len(sizes) != dimensions or not is_shape(sizes):
-                raise ValueError(f"malformed tensor: dtype number {number}, shape {sizes[:MAX_DIMENSIONS]}")
-            begin = aligned(end)
-            end = begin + math.prod(sizes) * dtype.itemsize
-            if not begin < end <= len(data):
-                raise ValueError(f"malformed tensor: bytes {begin} to {end} of {len(data)}")
-            elements = bytearray(data[begin:end])
-            found[position] = plain_tensor(elements, sizes, dtype, requires_grad=position in requires_grad)
+            sizes = all_sizes[first : first + dimensions]
+            first += dimensions
+            if (checked := known.get((number, sizes))) is None:
+                checked = known[number, sizes] = _check(number, sizes, dimensions)
+            dtype, nbytes = checked
+            begin = end + -end % ALIGNMENT
+            end = begin + nbytes
+            if end > limit:
+                raise ValueError(f"malformed tensor: bytes {begin} to {end} of {limit}")
+            if strides and position in strides:
+                tensor = _empty_permuted(sizes, strides[position], dtype)
+            else:
+                tensor = empty(*sizes, dtype=dtype) if sizes else empty((), dtype=dtype)
+            copy(tensor.data_ptr(), base + begin, nbytes)
+            if position in requires_grad and (dtype.is_floating_point or dtype.is_complex):
+                tensor.requires_grad_()
+            found[position] = tensor
         if len(found) != len(positions) or any(each >= len(found) + count for each in found):
             raise ValueError("malformed tensors: their positions are not those of a list")
         self._bytes_left -= end
+        return found
+
+    @staticmethod
+    def _strides(table: agent_pb2.TensorTable) -> dict[int, tuple[int, ...]]:
+        """Returns the strides of the tensors that are not contiguous, by position."""
+        dimensions = dict(zip(table.positions, table.dimensions, strict=True))
+        found, all_strides, first = {}, tuple(table.strides), 0
+        for position in table.permuted:
+            count = dimensions.get(position, 0)
+            found[position] = all_strides[first : first + count]
+            first += count
         return found
 
     def get(self, payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
@@ -135,7 +189,7 @@ class TableReader:
         self._bytes_left -= nbytes  # what several tensors named would be copied for each
         if self._bytes_left < 0 or begin + nbytes > len(self._data):
             raise ValueError(f"malformed tensor: {nbytes} bytes at {begin} of {len(self._data)}")
-        return bytearray(self._data[begin : begin + nbytes])
+        return memoryview(bytearray(self._data[begin : begin + nbytes]))
 
     def merge(self, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the tensors of the message in their order, given those that are not in the table."""

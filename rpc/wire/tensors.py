@@ -150,8 +150,9 @@ def _encode_many(
     def put_small(data: memoryview) -> agent_pb2.Payload:
         return gathered.put(data) if 0 < data.nbytes <= MAX_GATHERED_BYTES else put(data)
 
-    others = [index for index, tensor in enumerate(tensors) if index in made or not table.add(index, tensor)]
-    messages = [made[index] if index in made else _encode(tensors[index], put_small) for index in others]
+    messages = [
+        made[index] if index in made else _encode(tensors[index], put_small) for index in table.take(tensors, made)
+    ]
     return [table.message(put_gathered(gathered)), *messages] if gathered.nbytes else messages
 
 

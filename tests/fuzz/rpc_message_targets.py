@@ -33,6 +33,7 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
+from gradwire.rpc.wire.gathered import Gathered
 from gradwire.rpc.wire.parsing import parse_envelope
 from hypothesis import strategies as st
 
@@ -149,6 +150,9 @@ class _InlineWriter:
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         return agent_pb2.Payload(inline=bytes(data))
+
+    def put_gathered(self, gathered: Gathered) -> agent_pb2.Payload:
+        return self.put(gathered.joined())
 
     def start(self) -> None:
         pass

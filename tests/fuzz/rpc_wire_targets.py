@@ -173,14 +173,15 @@ def _make_tensors() -> list[torch.Tensor]:
         ]
 
 
-TENSORS = st.lists(st.sampled_from(_make_tensors()), min_size=1, max_size=4)
+TENSORS = st.lists(st.sampled_from(_make_tensors()), min_size=1, max_size=8)
 
 
 def _envelope_of(tensors: list[torch.Tensor]) -> bytes:
     def put(data: memoryview) -> agent_pb2.Payload:
         return agent_pb2.Payload(inline=bytes(data))
 
-    return agent_pb2.Envelope(tensors=encode_tensors(tensors, put)).SerializeToString()
+    messages = encode_tensors(tensors, put, put_gathered=lambda gathered: put(gathered.joined()))
+    return agent_pb2.Envelope(tensors=messages).SerializeToString()
 
 
 def decode_all_tensors(data: bytes) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def end(how: str, a: Worker, b: Worker) -> None:
         case "handler" | "handler, timeout":
             os.kill(b.pid, signal.SIGUSR2)
         case "thread" | "thread, timeout":
-            a.run(rpc.rpc_sync, "worker1", set_event, ("end",))
+            a.run(call_and_lose, partial(set_event, "end"))
         case "callback":
             a.run(set_event, "end")
         case "remote call":
