@@ -142,14 +142,23 @@ class Extensions:
             extension.on_postponed_sent(message)
 
     def on_complete(self, identifier: int) -> None:
-        """Tells the extensions that a request of this worker, given by its id, has an answer or has failed."""
+        """Tells the extensions that a request of this worker, given by its id, has an answer or has failed.
+
+        What one of them raises is logged: the request ends all the same.
+        """
         for on_complete in self._on_complete:
-            on_complete(identifier)
+            try:
+                on_complete(identifier)
+            except Exception:
+                log.exception("the end of a call cannot be noted")
 
     def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
-        """Tells the extensions why a request of this worker has failed."""
+        """Tells the extensions why a request of this worker has failed; see `on_complete`."""
         for extension in self._extensions:
-            extension.on_failure(identifier, error, outcome)
+            try:
+                extension.on_failure(identifier, error, outcome)
+            except Exception:
+                log.exception("the failure of a call cannot be noted")
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:
         """Returns the exception to raise in the caller.

@@ -199,10 +199,10 @@ class PendingRequests:
         payloads: PayloadReader,
     ) -> None:
         identifier = envelope.id
-        self._flow_control.release(source.wire_id, identifier)
         if self.kept:
             self.kept.pop(identifier, None)
         try:
+            self._flow_control.release(source.wire_id, identifier)
             if envelope.type == ERROR:
                 error = self._codec.decode_failure(source, body_of(envelope, payloads))
                 if pending is not None and pending.is_expired and isinstance(error, RpcCancelledError):

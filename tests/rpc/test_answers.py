@@ -1,12 +1,23 @@
-"""Answers of workers that were not asked."""
+"""Answers of workers that were not asked, and calls that end whatever is told of that."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from gradwire import Outcome, rpc
+from gradwire.errors import RpcCancelledError
+from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.agent.pending import PendingRequests
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import RESULT
+from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.members import Member
+
+from tests.remote_functions import set_event, wait_for
 
 
 def test_a_malformed_answer_of_another_worker_releases_nothing():
@@ -20,3 +31,34 @@ def test_a_malformed_answer_of_another_worker_releases_nothing():
     assert requests.kept == {7: (asked.wire_id, "a lease")}
     requests.on_rejected_answer(asked, answer, ValueError("malformed"))
     assert not requests.kept
+
+
+class Raising(Extension):
+    """Cannot note the end of any call."""
+
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
+        raise RuntimeError(f"request {identifier} has failed")
+
+    def on_complete(self, identifier: int) -> None:
+        raise RuntimeError(f"request {identifier} is complete")
+
+
+@pytest.mark.timeout(60)
+def test_calls_end_although_an_extension_raises(caplog):
+    extensions = [*DEFAULT_EXTENSIONS, Raising]
+    agent = GrpcAgent(WorkerInfo("alone", 0), RpcBackendOptions(), "test", extensions=extensions)
+    try:
+        agent.open([Member(agent.info, agent.listen())])
+        with holder.using(agent):
+            assert rpc.rpc_async("alone", divmod, (7, 2), timeout=0).wait() == (3, 1)
+            with pytest.raises(ZeroDivisionError):
+                rpc.rpc_async("alone", divmod, (1, 0), timeout=0).wait()
+            call = rpc.rpc_async("alone", wait_for, ("never",), timeout=0)
+            assert call.cancel()
+            with pytest.raises(RpcCancelledError):
+                call.wait()
+            set_event("never")
+        assert any("the end of a call cannot be noted" in each.message for each in caplog.records)
+        assert any("the failure of a call cannot be noted" in each.message for each in caplog.records)
+    finally:
+        agent.shutdown(graceful=False, timeout=0)

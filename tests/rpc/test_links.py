@@ -251,6 +251,33 @@ def test_a_reference_in_a_call_that_waits_is_not_asked_about_as_one_that_may_be_
     a.run(after)
 
 
+def test_a_creation_that_was_never_sent_leaves_nothing_behind(workers):
+    """Its time was up while its worker did not answer: no worker waits for it when the group shuts down."""
+    a, b = workers.rpc(2, liveness=replace(LIVENESS, when_suspect="wait"))
+
+    def while_stopped() -> None:
+        links.assert_silent(links.futures.pop())
+        made = rpc.remote("worker1", torch.ones, (2,), timeout=0.2)
+        with pytest.raises(RpcTimeoutError) as caught:
+            made.to_here(timeout=5)
+        assert caught.value.outcome is Outcome.NOT_SENT
+        keep(made)
+
+    def clean() -> None:
+        remote_functions.kept.clear()
+        assert_clean()
+
+    a.run(links.call_for_ever, "worker1")
+    with stopped(b):
+        a.run(while_stopped)
+    a.run(wait_until, lambda: links.state_of("worker1") == "connected")
+    b.run(set_event, "never")
+    a.run(clean)
+    b.run(assert_clean)
+    for pending in [each.start(rpc.shutdown, timeout=20) for each in (a, b)]:
+        pending.result()
+
+
 def hold_the_interpreter_of(name: str) -> None:
     """Checks that a worker is not suspect while a program holds its interpreter, nor this one to it meanwhile."""
     links.record_events()
