@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import autograd, calls
+from . import autograd, calls, many_tensors
 from .harness import Case, compare
 from .machine import load_average, machine_facts
 from .report import DESCRIPTION, Table, figures, plot
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _cases(module: str | None, words: Sequence[str]) -> list[type[Case]]:
     """Returns the cases of a module, or of this package, whose names have one of the words in them."""
-    cases = [*calls.CASES, *autograd.CASES]
+    cases = [*calls.CASES, *many_tensors.CASES, *autograd.CASES]
     if module is not None:
         cases = getattr(importlib.import_module(module), "CASES", [])
         if not cases:
