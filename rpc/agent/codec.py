@@ -18,13 +18,13 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
+from ..policy.value_readers import make_reader
 from ..wire.device_maps import device_map_of_answer
 from ..wire.failures import decode_failure, encode_failure
 from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.picklers import dumps
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
-from ..wire.value_readers import make_reader
 from . import control as control_messages
 from .control import RetryingControlMessages
 from .extensions import Extensions

@@ -17,8 +17,8 @@ from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster import RosterError
 from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.wire.pickling import Packer
-from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import strategies as st
 
 from tests.fuzz.exposed import CodedError, Color, FrozenPoint, Pair, Point, count_to, echo, unexposed

@@ -14,6 +14,7 @@ from gradwire.rpc.agent.vouching import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
+from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.handshake import RefusedError
 from gradwire.rpc.wire import parsing
@@ -21,7 +22,6 @@ from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.parsing import SMALL_BYTES, parse_envelope, parse_frame
 from gradwire.rpc.wire.strides import MAX_GAP_FACTOR
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
-from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import strategies as st
 from torch.autograd.profiler_util import EventList
 

@@ -15,9 +15,9 @@ from gradwire import rpc
 from gradwire.errors import LossCause, PolicyError, SerializationError, StoreTimeoutError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
+from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.pickling import Packer
-from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -18,9 +18,9 @@ import torch
 from gradwire import rpc
 from gradwire.errors import PolicyError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.wire.dtypes import DTYPE_NUMBERS
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
-from gradwire.rpc.wire.value_readers import make_reader
 from gradwire.rref.methods import call_method
 
 from tests.rpc import policy_functions as functions

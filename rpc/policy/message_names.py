@@ -19,10 +19,10 @@ from ...proto.v1 import agent_pb2
 from ..contracts.exposure import Exposure, MethodGuard, exposure_of
 from ..contracts.pickler import BY_VALUE
 from ..contracts.policy import Policy
-from . import script, small_tensors, unpickling
+from ..wire import script, small_tensors, unpickling
+from ..wire.unpickling import as_parameter
 from .pickle_machine import GETATTR, MALFORMED, Made, Name, RefusedValueError
 from .python_errors import check_error_arguments, check_error_state
-from .unpickling import as_parameter
 
 __all__ = ["MessageNames", "find_exposure", "is_method_exposed", "show"]
 

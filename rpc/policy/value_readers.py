@@ -13,10 +13,10 @@ from ...errors import PolicyError
 from ..contracts.messages import Buffer, Incoming
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
+from ..wire.unpickling import unpickle
 from .message_names import MessageNames, is_method_exposed, show
 from .pickle_machine import MALFORMED, RefusedValueError
 from .plain_pickle import read_plain_pickle
-from .unpickling import unpickle
 
 __all__ = ["PickleReader", "RestrictedReader", "ValueReader", "make_reader"]
 
