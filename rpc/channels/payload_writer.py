@@ -91,11 +91,11 @@ class PayloadWriter:
         return self._put(data) or self._send(data)
 
     def put_gathered(self, gathered: Gathered) -> agent_pb2.Payload:
-        """Does the same for the elements of many tensors, which never go inside the envelope."""
+        """Does the same for the elements of many tensors."""
         joined = None if self._broadcast is None else self._broadcast.joined(self._count, gathered)
         if (payload := self._put(gathered if joined is None else joined)) is not None:
             return payload
-        return self._send(gathered.joined() if joined is None else joined, may_be_inline=False)
+        return self._send(gathered.joined() if joined is None else joined)
 
     def _put(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
         """Sends bytes by memory that this worker shares with the receiver, or by a broadcast, if it can."""
@@ -123,9 +123,9 @@ class PayloadWriter:
                 return in_segment
         return None
 
-    def _send(self, data: memoryview, *, may_be_inline: bool = True) -> agent_pb2.Payload:
+    def _send(self, data: memoryview) -> agent_pb2.Payload:
         """Sends bytes inside the envelope, behind it, or apart from it."""
-        if may_be_inline and data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
+        if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
             self._inline_bytes_left -= data.nbytes
             self.inline_nbytes += data.nbytes
             payload, start = self._small.send(self._peer, data)

@@ -184,6 +184,23 @@ def test_between_workers_of_one_host_they_go_by_shared_memory(workers):
     assert not sent.keys() & {"bulk", "chunked", "attached"}
 
 
+@pytest.mark.parametrize("transports", [("unix", "grpc"), ("tcp", "grpc"), ("grpc",)])
+@pytest.mark.parametrize("elements", [1, 300, 8 * KIB])
+def test_they_travel_by_every_transport(workers, transports, elements):
+    a, _ = workers.rpc(2, transports=transports, channels=rpc.ChannelOptions(max_shared_bytes=1 << 20))
+
+    def send() -> None:
+        values = [torch.full((elements,), float(number), requires_grad=True) for number in range(64)]
+        parameters = torch.nn.ParameterList(values)
+        received, module = rpc.rpc_sync("worker1", identity, ((values, parameters),))
+        for value, one, other in zip(values, received, module, strict=True):
+            assert torch.equal(value, one)
+            assert torch.equal(value, other)
+            assert one.requires_grad
+
+    a.run(send)
+
+
 def test_a_broadcast_counts_the_message(workers):
     """32 tensors of 64 KiB are large together."""
     started = workers.rpc(4, transports=("unix", "grpc"))
