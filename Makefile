@@ -71,12 +71,12 @@ schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
 
 memberships: $(READY) ## the membership of groups: 100 random schedules, and 1,000 simulated workers
-	GRADWIRE_MEMBERSHIPS=100 $(BIN)/python -m pytest -q tests/rpc/test_membership_simulation.py -k random
+	GRADWIRE_MEMBERSHIPS=100 $(BIN)/python -m pytest -q tests/rpc/membership/test_membership_simulation.py -k random
 	GRADWIRE_MEMBERSHIPS=1 GRADWIRE_MEMBERSHIP_WORKERS=1000 $(BIN)/python -m pytest -q --timeout 1800 \
-	    tests/rpc/test_membership_simulation.py
+	    tests/rpc/membership/test_membership_simulation.py
 
 all_gathers: $(READY)  ## all_gathers in which workers die and are late: 100 random runs
-	GRADWIRE_ALL_GATHERS=100 $(BIN)/python -m pytest tests/rpc/test_all_gather_faults.py -k random
+	GRADWIRE_ALL_GATHERS=100 $(BIN)/python -m pytest tests/rpc/collectives/test_all_gather_faults.py -k random
 
 stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each, and logs with each byte damaged
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \

@@ -53,7 +53,7 @@ PRELOAD_FOR_WORKERS = [
     "tests.ports",
     "tests.stopped",
     "tests.fixtures",
-    "tests.rpc.segments",
+    "tests.rpc.channels.segments",
     "tests.c10d.members",
     "tests.c10d.trainings",
     "tests.huge_pages",  # the last: moves what the others have loaded

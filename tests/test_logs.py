@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.remote_functions import wait_for, wait_until
-from tests.rpc.test_ports import join
+from tests.rpc.transports.test_ports import join
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from tests.fuzz.framing import framed, unframed
 from tests.fuzz.rpc_wire_targets import AUDIT, ME, MIB, PEER
 from tests.fuzz.socket_frames import SEGMENT_BYTES, SOCKET_FRAMES
 from tests.fuzz.target import Target
-from tests.rpc.tls_pairs import identity_of
+from tests.rpc.transports.tls_pairs import identity_of
 
 __all__ = ["RPC_SOCKET_TARGETS"]
 

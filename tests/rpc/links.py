@@ -11,7 +11,7 @@ from gradwire.errors import RpcError, WorkerSuspectError
 from gradwire.rpc.transports.tls_socket import TlsSocket
 
 from tests.remote_functions import add, wait_for
-from tests.rpc.segments import network
+from tests.rpc.channels.segments import network
 
 LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=60.0, lease=60.0)
 """Nobody is suspect because a busy machine has stalled it; see `suspect_after`."""

@@ -31,12 +31,12 @@ from gradwire.rpc.wire.failures import decode_failure
 
 from tests.audit_records import FIELDS, events, record_all, the_event
 from tests.remote_functions import add, wait_until
+from tests.rpc.channels.test_received_bounds import announcement
 from tests.rpc.test_admission import HELLO, Stranger, check_calls, status_of
 from tests.rpc.test_credentials_of_agents import of_token, say_hello
-from tests.rpc.test_envelope_sockets import frame
-from tests.rpc.test_received_bounds import announcement
-from tests.rpc.test_tls_connections import address, dial, with_listener
-from tests.rpc.tls_pairs import TOKEN, authority, certified, identity_of
+from tests.rpc.transports.test_envelope_sockets import frame
+from tests.rpc.transports.test_tls_connections import address, dial, with_listener
+from tests.rpc.transports.tls_pairs import TOKEN, authority, certified, identity_of
 from tests.test_docs import run_code, snippets
 
 EVIL = "\x1b[31mworker1\n\u202e"

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests import remote_functions
 from tests.remote_functions import add, identity, keep, process_id, set_event, wait_for, wait_until
-from tests.rpc.segments import MIB, mapped_files, segments_of, used_bytes
+from tests.rpc.channels.segments import MIB, mapped_files, segments_of, used_bytes
 
 HANG_S = 20
 """Seconds after which a child that hangs is ended by the kernel."""

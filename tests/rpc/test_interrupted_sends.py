@@ -11,9 +11,9 @@ from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.frame_writer import AttachedFrame, FrameWriter
 
 from tests.remote_functions import wait_until
+from tests.rpc.channels.segments import MIB
+from tests.rpc.execution.test_waiting_threads import nothing_is_pending
 from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
-from tests.rpc.segments import MIB
-from tests.rpc.test_waiting_threads import nothing_is_pending
 
 FIRST_CALLS = 20
 """Calls after which the connections for large payloads are made."""

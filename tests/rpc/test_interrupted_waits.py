@@ -11,9 +11,9 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
+from tests.rpc.channels.segments import MIB, segments_in_use, used_bytes
+from tests.rpc.execution.test_waiting_threads import nothing_is_pending
 from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
-from tests.rpc.segments import MIB, segments_in_use, used_bytes
-from tests.rpc.test_waiting_threads import nothing_is_pending
 
 ELEMENTS = MIB // 4
 

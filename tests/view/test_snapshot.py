@@ -16,7 +16,7 @@ from gradwire.view.overview import overview_of, stacks_of
 from gradwire.view.waits import STUCK_AFTER_S, Waits
 
 from tests.remote_functions import add, identity, set_event, wait_for, wait_until
-from tests.rpc.test_rejoining import join
+from tests.rpc.membership.test_rejoining import join
 from tests.stopped import has_stopped
 
 TIMEOUT_S = 20.0
