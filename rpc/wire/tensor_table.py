@@ -110,7 +110,7 @@ def _check(number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], dimensions
 
 
 def _empty_permuted(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if len(strides) != len(sizes) or not has_no_gaps(sizes, strides):
+    if len(strides) != len(sizes) or min(strides, default=-1) < 0 or not has_no_gaps(sizes, strides):
         raise ValueError(f"malformed tensor: strides {strides} for shape {sizes}")
     return torch.empty_strided(sizes, strides, dtype=dtype)
 

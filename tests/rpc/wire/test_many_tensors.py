@@ -134,6 +134,8 @@ TABLE = encode([torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(4), torch.one
         {"strides": [1]},
         {"strides": [1, 4]},
         {"strides": [0, 1]},
+        {"strides": [-1, 2]},
+        {"permuted": [0, 1], "strides": [3, 1, 1 << 62, 1]},
         {"permuted": [1, 9]},
     ],
     ids=itertools.count(),
