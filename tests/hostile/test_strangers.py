@@ -5,23 +5,27 @@ Nor does he keep anybody from starting. The victims run as root, and as an ordin
 
 import ctypes
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
-from gradwire.c10d import TCPStore
-from gradwire.errors import StoreNetworkError
+from gradwire import store as command
+from gradwire.c10d import FileStore, TCPStore
+from gradwire.errors import StoreError, StoreNetworkError
 
 from tests.c10d.members import total
 from tests.hostile.attacks import NOBODY, become
 from tests.hostile.listeners import find_listeners
 from tests.ports import free_port as choose_port
-from tests.remote_functions import add, wait_until
+from tests.remote_functions import add, event, wait_until
 from tests.workers import Worker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
@@ -118,6 +122,60 @@ def test_a_port_that_another_user_has_taken_keeps_nobody_from_starting(workers, 
     assert client.run(call, "get", "key") == b"value"
     host.run(call, "close")
     assert f"user {NOBODY} listens" in client.run(use_store_of_another, free_port)
+
+
+def store_file(path: str) -> str:
+    """Returns the error with which this user cannot use a file as a store."""
+    try:
+        kept.append(FileStore(path))
+    except StoreError as error:
+        return str(error)
+    return "he is let in"
+
+
+@pytest.mark.parametrize("victim", [ROOT, SOMEBODY])
+def test_a_store_in_a_file(workers, tmp_path, victim):
+    """In a folder that everybody may write to."""
+    shared = Path(tempfile.mkdtemp(dir="/tmp"))
+    shared.chmod(0o777)
+    try:
+        owner, stranger = as_users(workers, [victim, NOBODY])
+        path, taken = str(shared / "store"), str(shared / "taken")
+        assert owner.run(store_file, path) == "he is let in"
+        owner.run(call, "set", "key", "value")
+        assert "Permission denied" in stranger.run(store_file, path)
+        stranger.run(store_file, taken)
+        stranger.run(os.chmod, taken, 0o666)
+        assert f"belongs to user {NOBODY}" in owner.run(store_file, taken)
+        assert owner.run(call, "get", "key") == b"value"
+    finally:
+        shutil.rmtree(shared)
+
+
+def serve_store(port: int, path: str) -> None:
+    """Runs a store process until the event "end"."""
+    command.serve(path, "127.0.0.1", port, event("end"))
+
+
+def use_client(port: int) -> bytes:
+    kept.append(TCPStore("127.0.0.1", port, timeout=60))
+    kept[-1].set("key", "value")
+    return kept[-1].get("key")
+
+
+@pytest.mark.parametrize("victim", [ROOT, SOMEBODY])
+def test_a_store_process(workers, free_port, victim):
+    server, client, stranger = as_users(workers, [victim, victim, NOBODY])
+    path = server.run(tempfile.mkdtemp) + "/log"
+    server.start(serve_store, free_port, path)
+    assert client.run(use_client, free_port) == b"value"
+    assert "no store of this user" in stranger.run(use_store_of_another, free_port)
+    listeners = [each.address for each in find_listeners(server.pid)]
+    assert [each for each in listeners if not isinstance(each, str)] == []
+    assert set(stranger.run(try_to_connect, listeners)) == {"PermissionError"}
+    assert "Permission denied" in stranger.run(store_file, path)
+    assert client.run(call, "get", "key") == b"value"
+    shutil.rmtree(Path(path).parent)
 
 
 # Jobs.
