@@ -83,10 +83,9 @@ class Parameters(ManyTensors):
 
 def _list(count: int, nbytes: int, size: str, receivers: int = 1) -> type[Case]:
     """Makes the case of one size, at the top level of this module so that workers find it."""
-    to = "" if receivers == 1 else f", {receivers} receivers"
     attributes = {
         "__module__": __name__,
-        "name": f"{count:,} tensors of {size}{to}",
+        "name": f"{count:,} tensors of {size}" if receivers == 1 else f"{receivers} receivers, {count:,} x {size}",
         "count": count,
         "nbytes": nbytes,
         "receivers": receivers,

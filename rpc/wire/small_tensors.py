@@ -14,14 +14,13 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .strides import MAX_DIMENSIONS, has_no_gaps
+from .strides import MAX_DIMENSIONS
 
 __all__ = [
     "MAX_SMALL_BYTES",
     "MAX_TINY_BYTES",
     "contiguous_address",
     "copy_bytes",
-    "dense_address",
     "reduce_small",
     "small_address",
     "small_tensor",
@@ -66,26 +65,12 @@ def contiguous_address(tensor: torch.Tensor, nbytes: int) -> int:
         tensor: dense, on the CPU.
         nbytes: its bytes.
     """
-    return dense_address(tensor, nbytes) if tensor.is_contiguous() else 0
-
-
-def dense_address(tensor: torch.Tensor, nbytes: int) -> int:
-    """Returns the address of the elements of a plain tensor; 0 if there are gaps between them, or no memory.
-
-    Args:
-        tensor: dense, on the CPU.
-        nbytes: its bytes.
-    """
-    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or _is_permuted(tensor)):
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return 0
     # FSDP, for one, takes the memory of tensors away.
     if tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
         return 0
     return tensor.data_ptr()
-
-
-def _is_permuted(tensor: torch.Tensor) -> bool:
-    return has_no_gaps(tensor.shape, tensor.stride())
 
 
 def reduce_small(tensor: torch.Tensor, pickled_bytes: int) -> tuple[int, tuple[Any, ...]] | None:

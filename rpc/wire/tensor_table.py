@@ -19,7 +19,6 @@ from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
 from .gathered import ALIGNMENT, Gathered, address_of, copy
-from .small_tensors import dense_address
 from .strides import MAX_DIMENSIONS, has_no_gaps, is_shape
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
@@ -69,18 +68,22 @@ class TableWriter:
                 or dtype not in plain
                 or position in but
                 or not 0 < (nbytes := tensor.nbytes) <= MAX_GATHERED_BYTES
-                or not (address := dense_address(tensor, nbytes))
+                or tensor.is_neg()
+                or tensor.is_conj()
+                or not ((is_row_major := tensor.is_contiguous()) or has_no_gaps(shape, tensor.stride()))
+                # FSDP, for one, takes the memory of tensors away.
+                or tensor.storage_offset() * dtype.itemsize + nbytes > tensor.untyped_storage().nbytes()
             ):
                 others.append(position)
                 continue
-            add(address, nbytes)
+            add(tensor.data_ptr(), nbytes)
             self._positions.append(position)
             self._dtypes.append(numbers[dtype])
             self._dimensions.append(len(shape))
             self._sizes += shape
             if requires_grad:
                 self._requires_grad.append(position)
-            if not tensor.is_contiguous():
+            if not is_row_major:
                 self._permuted.append(position)
                 self._strides += tensor.stride()
         return others

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -44,6 +46,8 @@ GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+
+_is_contiguous, _is_meta, _nbytes = torch.Tensor.is_contiguous, attrgetter("is_meta"), attrgetter("nbytes")
 
 _NOTHING: Mapping[int, agent_pb2.Tensor] = {}
 
@@ -216,8 +220,11 @@ def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
     return agent_pb2.Quantization(axis=tensor.q_per_channel_axis())
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the bytes that are sent of tensors; memory that they share is counted for each of them."""
+    with suppress(RuntimeError):  # of a tensor without strides, as a sparse one
+        if all(map(_is_contiguous, tensors)) and not any(map(_is_meta, tensors)):  # the way of nearly all messages
+            return sum(map(_nbytes, tensors))
     return sum(
         (_dense_bytes(tensor) if tensor.layout is torch.strided else bytes_of(_components(tensor)))
         for tensor in tensors
