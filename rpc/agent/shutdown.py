@@ -204,8 +204,11 @@ class Shutdown:
         self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter exits
-            return False
+        except RuntimeError as error:
+            if error.__context__ is not None:
+                # A signal handler has raised in the middle of the wait for the thread, which then fails by itself.
+                raise error.__context__ from None
+            return False  # the interpreter exits
         return True
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
