@@ -306,8 +306,10 @@ class Executor:
         thread = threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system's limit; the existing threads run the task
-            with self._lock:
+        except RuntimeError as error:
+            if error.__context__ is not None:  # a signal handler has raised while this waited for the thread
+                raise error.__context__ from None
+            with self._lock:  # the system's limit; the existing threads run the task
                 self._threads -= 1
                 self._polling -= 1
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)

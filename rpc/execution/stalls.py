@@ -59,7 +59,9 @@ class StallDetector:
         """
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError:
+        except RuntimeError as error:
+            if error.__context__ is not None:  # a signal handler has raised while this waited for the thread
+                raise error.__context__ from None
             self.is_started = False
             return False
         return True
