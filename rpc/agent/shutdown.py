@@ -21,7 +21,7 @@ from ...c10d.debug.call_site import called_at, find_call_site
 from ...errors import LossCause, RpcTimeoutError
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.executor import Executor
-from ..execution.interruptions import handler_must_not_wait
+from ..execution.interruptions import handler_must_not_wait, start_thread
 from ..execution.latch import Latch
 from .network import Network
 
@@ -202,14 +202,7 @@ class Shutdown:
         name = f"{THREAD_PREFIX}shutdown-{self._name}"
         thread = threading.Thread(target=function, name=name, daemon=True)
         self._threads.append(thread)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if error.__context__ is not None:
-                # A signal handler has raised in the middle of the wait for the thread, which then fails by itself.
-                raise error.__context__ from None
-            return False  # the interpreter exits
-        return True
+        return start_thread(thread)
 
     def _later(self, function: Callable[..., None], *args: object) -> None:
         """Calls a function on the event loop. That takes no lock, and does nothing when the agent has ended."""

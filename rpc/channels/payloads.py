@@ -8,6 +8,7 @@ from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 
 __all__ = [
+    "HERE",
     "AnswerPayloads",
     "PayloadReader",
     "body_of",
@@ -19,7 +20,7 @@ __all__ = [
     "read_inline",
 ]
 
-_HERE = ("inline", "attached", "gathered", None)
+HERE = ("inline", "attached", "gathered", None)
 """The locations of payloads that came with the envelope, and of parts of others."""
 
 PayloadReader = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
@@ -50,7 +51,7 @@ def is_payload_inline(payload: agent_pb2.Payload) -> bool:
 
 def has_come(payload: agent_pb2.Payload) -> bool:
     """Returns whether a payload came with its envelope, or is a part of another one."""
-    return payload.WhichOneof("location") in _HERE
+    return payload.WhichOneof("location") in HERE
 
 
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
@@ -78,7 +79,7 @@ def external_bytes(envelope: agent_pb2.Envelope) -> int:
     nbytes = 0
     for payload in payloads_of(envelope):
         location = payload.WhichOneof("location")
-        if location not in (*_HERE, "local"):
+        if location not in (*HERE, "local"):
             nbytes += getattr(payload, location).nbytes
     return nbytes
 

@@ -19,7 +19,7 @@ from .bulk.channel import BulkChannel
 from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
 from .payload_writer import PayloadWriter
-from .payloads import AnswerPayloads, PayloadReader, external_bytes, has_come, payloads_of, read_inline
+from .payloads import HERE, AnswerPayloads, PayloadReader, external_bytes, has_come, payloads_of, read_inline
 from .shared_memory.answer_leases import SegmentPlace, segment_place
 from .shared_memory.channel import SharedMemoryChannel
 
@@ -181,7 +181,7 @@ class ChannelRouter:
             if location in _COLLECTED_AT_ONCE:
                 external.append(payload)
                 nbytes += getattr(payload, location).nbytes
-            elif location not in ("inline", "attached", "gathered", None):
+            elif location not in HERE:
                 return None, external_bytes(envelope)
         if not external:
             return read_here, 0

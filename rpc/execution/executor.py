@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from .children import has_children_of_thread
+from .interruptions import start_thread
 from .needs import Need
 from .poller import OnReady, Poller
 from .stalls import MAX_THREADS, StallDetector
@@ -304,12 +305,8 @@ class Executor:
     def _start_thread(self) -> None:
         """Starts a thread that `_need` has counted."""
         thread = threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if error.__context__ is not None:  # a signal handler has raised while this waited for the thread
-                raise error.__context__ from None
-            with self._lock:  # the system's limit; the existing threads run the task
+        if not start_thread(thread):  # the existing ones run the task
+            with self._lock:
                 self._threads -= 1
                 self._polling -= 1
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)

@@ -7,12 +7,13 @@ program's, whatever has called it holds none.
 """
 
 import sys
+import threading
 from inspect import CO_VARARGS
 from types import FrameType
 
 from .latch import Latch, acquire
 
-__all__ = ["handler_must_not_wait", "may_have_lock", "under_finalizer"]
+__all__ = ["handler_must_not_wait", "may_have_lock", "start_thread", "under_finalizer"]
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -43,6 +44,23 @@ def under_finalizer() -> FrameType | None:
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame.f_back if frame is not None else None
+
+
+def start_thread(thread: threading.Thread) -> bool:
+    """Starts a thread. Returns False if there can be no more: the system has a limit, or the interpreter ends.
+
+    Raises:
+        BaseException: what a handler of a signal has raised while this waited for the thread, which runs. The lock
+            of that wait may fail then, and hide it behind a RuntimeError.
+    """
+    handled = sys.exception()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if error.__context__ is handled or error.__context__ is None:
+            return False
+        raise error.__context__ from None
+    return True
 
 
 def may_have_lock(frame: FrameType | None) -> bool:

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from .interruptions import start_thread
+
 __all__ = ["MAX_THREADS", "StallDetector"]
 
 MAX_THREADS = 4096
@@ -57,14 +59,9 @@ class StallDetector:
         Returns:
             Whether it has been started; if not, since the system has a limit, it may be tried again.
         """
-        try:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError as error:
-            if error.__context__ is not None:  # a signal handler has raised while this waited for the thread
-                raise error.__context__ from None
+        if not start_thread(threading.Thread(target=self._run, name=self._name, daemon=True)):
             self.is_started = False
-            return False
-        return True
+        return self.is_started
 
     def notify(self) -> None:
         """Tells the detector that a task waits for a thread. Called with the lock."""

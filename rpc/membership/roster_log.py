@@ -26,6 +26,7 @@ from typing import Any, final
 from ...c10d.torch_types import TorchStore
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
+from ..execution.interruptions import start_thread
 from .members import Member
 from .roster import MAX_REASON, Departed, Roster, RosterError
 
@@ -259,14 +260,12 @@ class RosterLog:
         thread = threading.Thread(
             target=self._leave_if_possible, args=(identifier,), name="gradwire-leave", daemon=True
         )
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits
+        if not start_thread(thread):
             self._leave_if_possible(identifier)
-        else:
-            thread.join(LEAVE_TIMEOUT_S)
-            if thread.is_alive():  # it ends when the store answers, gives up or is closed
-                log.warning("the store does not answer, so this worker leaves without its entry in the roster")
+            return
+        thread.join(LEAVE_TIMEOUT_S)
+        if thread.is_alive():  # it ends when the store answers, gives up or is closed
+            log.warning("the store does not answer, so this worker leaves without its entry in the roster")
 
     def _leave_if_possible(self, identifier: int) -> None:
         with contextlib.suppress(Exception):  # of the store

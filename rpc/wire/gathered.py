@@ -8,12 +8,12 @@ import numpy as np
 from ...proto.v1 import agent_pb2
 from .attached import ALIGNMENT
 
-__all__ = ["ALIGNMENT", "Gathered", "address_of", "copy"]
+__all__ = ["ALIGNMENT", "Gathered", "address_of", "copy_memory"]
 
-copy = ctypes.PyDLL(None).memmove
-"""Copies bytes: `copy(to, from, nbytes)`. It keeps the GIL: to let it go for each of 1,000 pieces costs more."""
-copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy.restype = None
+copy_memory = ctypes.PyDLL(None).memmove
+"""Copies bytes: to an address, from an address, how many. It keeps the GIL, as letting go of it takes longer."""
+copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_memory.restype = None
 
 
 def address_of(data: memoryview) -> int:
@@ -52,7 +52,7 @@ class Gathered:
         """Copies all of it to the beginning of some memory."""
         base = address_of(target)
         for place, address, nbytes in self.pieces:
-            copy(base + place, address, nbytes)
+            copy_memory(base + place, address, nbytes)
 
     def joined(self) -> memoryview:
         """Returns a copy of all of it."""

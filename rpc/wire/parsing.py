@@ -209,6 +209,5 @@ _TABLES = _tables()
 _FRAME = _TABLES[agent_pb2.Frame.DESCRIPTOR.full_name]
 _ENVELOPE = _TABLES[agent_pb2.Envelope.DESCRIPTOR.full_name]
 _CHUNKS = _TABLES[agent_pb2.Chunks.DESCRIPTOR.full_name]
-_TENSOR = _TABLES[agent_pb2.Tensor.DESCRIPTOR.full_name]
 _EVENTS = _TABLES[agent_pb2.ProfileEvents.DESCRIPTOR.full_name]
 _OPENING = _TABLES[agent_pb2.Opening.DESCRIPTOR.full_name]

@@ -1,7 +1,7 @@
 """Many small tensors of one message as a flat table, whose elements are one payload.
 
 A protobuf message and a payload for each of 1,000 tensors take ten times as long as copying their elements. So
-one message, the first of an envelope, stands for all that are dense, contiguous, of plain dtypes and not large;
+one message, the first of an envelope, stands for all that are dense, without gaps, of plain dtypes and not large;
 what it says of them is in lists of numbers. The others have messages of their own, and their small payloads are
 parts of the same one, behind.
 
@@ -18,7 +18,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .gathered import ALIGNMENT, Gathered, address_of, copy
+from .gathered import ALIGNMENT, Gathered, address_of, copy_memory
 from .strides import MAX_DIMENSIONS, has_no_gaps, is_shape
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
@@ -47,12 +47,12 @@ class TableWriter:
         self._permuted: list[int] = []
         self._strides: list[int] = []
 
-    def take(self, tensors: Sequence[torch.Tensor], but: Container[int]) -> list[int]:
+    def take(self, tensors: Sequence[torch.Tensor], excluded: Container[int]) -> list[int]:
         """Adds the tensors that a table can have. They have to stay alive until their elements are copied.
 
         Args:
             tensors: all tensors of the message.
-            but: indices of those that are not to be added.
+            excluded: indices of those that are not to be added.
 
         Returns:
             The indices of those that were not added.
@@ -66,7 +66,7 @@ class TableWriter:
                 or layout is not strided
                 or is_nested
                 or dtype not in plain
-                or position in but
+                or position in excluded
                 or not 0 < (nbytes := tensor.nbytes) <= MAX_GATHERED_BYTES
                 or tensor.is_neg()
                 or tensor.is_conj()
@@ -164,7 +164,7 @@ class TableReader:
                 tensor = _empty_permuted(sizes, strides[position], dtype)
             else:
                 tensor = empty(*sizes, dtype=dtype) if sizes else empty((), dtype=dtype)
-            copy(tensor.data_ptr(), base + begin, nbytes)
+            copy_memory(tensor.data_ptr(), base + begin, nbytes)
             if position in requires_grad and (dtype.is_floating_point or dtype.is_complex):
                 tensor.requires_grad_()
             found[position] = tensor

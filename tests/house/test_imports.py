@@ -45,7 +45,7 @@ RPC_ARROWS = {
     "transports": {"contracts", "execution", "wire"},
     "channels": {"contracts", "execution", "wire", "transports"},
     "policy": {"contracts", "wire"},
-    "membership": {"contracts"},
+    "membership": {"contracts", "execution"},
     "collectives": {"contracts"},
     "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},

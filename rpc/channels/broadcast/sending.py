@@ -242,13 +242,10 @@ class Broadcast:
 
     def joined(self, position: int, gathered: Gathered) -> memoryview:
         """Returns a copy of the elements of many tensors of a message: the same one for all that have these."""
-        first, data = self._joined.setdefault(position, (gathered, memoryview(b"")))
-        if first.pieces != gathered.pieces:
-            return gathered.joined()
-        if not data.nbytes:
-            data = gathered.joined()
-            self._joined[position] = first, data
-        return data
+        if position not in self._joined:
+            self._joined[position] = gathered, gathered.joined()
+        first, data = self._joined[position]
+        return data if first.pieces == gathered.pieces else gathered.joined()
 
     def put(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
         """Broadcasts a payload of a message.

@@ -6,7 +6,7 @@ import mmap
 import os
 from typing import final
 
-import numpy as np
+from ...wire.gathered import address_of
 
 __all__ = ["MAX_SEGMENTS", "SEALS", "Mapping", "address_and_size", "may_send_back"]
 
@@ -108,7 +108,7 @@ def may_send_back(nbytes: int, segment_bytes: int) -> bool:
 
 def address_and_size(data: memoryview) -> tuple[int, int]:
     """Returns what identifies bytes that are kept alive."""
-    return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
+    return address_of(data), data.nbytes
 
 
 def _has_copies(address: int, size: int) -> bool:

@@ -51,14 +51,15 @@ class Segment:
         try:
             # Writing to the file takes two thirds of the time of allocating pages and then writing to each.
             written = 0
-            while isinstance(data, memoryview) and written < data.nbytes:
-                written += os.pwrite(self.descriptor, data[written:], written)
+            if isinstance(data, memoryview):
+                while written < data.nbytes:
+                    written += os.pwrite(self.descriptor, data[written:], written)
             if written < size:
                 os.posix_fallocate(self.descriptor, written, size - written)  # fails here, not on access
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
             self.mapping = Mapping(self.descriptor, size)
             self._bytes = np.frombuffer(memoryview(self.mapping.buffer()), dtype=np.uint8)
-            if not written:
+            if isinstance(data, Gathered):
                 self.fill(data)
         except BaseException:
             os.close(self.descriptor)
