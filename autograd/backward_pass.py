@@ -15,6 +15,7 @@ import torch
 
 from ..errors import AutogradError, LimitReachedError, RpcTimeoutError, UnknownContextError, WorkerSuspectError
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.kept_errors import copy_error
 from .closure import SendId
 from .compression import TensorGradients, compress
@@ -150,7 +151,7 @@ class BackwardPass:
                     f"a backward pass of autograd context {self._context_id}, in which worker "
                     f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
                 )
-            self._changed.wait(seconds)
+            wait_interruptibly(self._changed.wait, seconds)
         if self._error is not None:
             raise copy_error(self._error)  # several gates may raise it
         return self._gradients.pop(message_id)

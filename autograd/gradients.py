@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..torch_internals import storage_use_count
 from .partial import add
 
@@ -60,7 +61,9 @@ class GradSwapLock:
         """Context manager that waits until no other thread has locked one of the leaves, and locks all of them."""
         me = threading.get_ident()
         with self._unlocked:
-            self._unlocked.wait_for(lambda: all(self._owners.get(leaf, me) == me for leaf in leaves))
+            wait_interruptibly(
+                self._unlocked.wait_for, lambda: all(self._owners.get(leaf, me) == me for leaf in leaves)
+            )
             locked = [leaf for leaf in leaves if leaf not in self._owners]
             self._owners.update(dict.fromkeys(locked, me))
         try:

@@ -28,6 +28,7 @@ from .contracts.worker_events import (
     WorkerLeft,
     WorkerSuspect,
 )
+from .execution.ctrl_c import ctrl_c
 from .membership.addresses import check_consent
 
 __all__ = [
@@ -143,6 +144,7 @@ def init_rpc(
         # gRPC must not be torn down while it runs, so a program that ends without shutdown leaves here. Unlike
         # atexit, Finalize also runs in the children of multiprocessing, and not in forks of this process.
         opened.enter_context(noting_error_of_child())
+        opened.enter_context(ctrl_c.held_back())
         leave = Finalize(None, _leave_at_exit, (agent, last_uncaught_error()), exitpriority=LEAVE_PRIORITY)
         opened.callback(leave.cancel)
         holder.set_default(agent, opened.pop_all())

@@ -10,6 +10,7 @@ import torch
 
 from ..c10d.inheritance import at_fork
 from .contracts.agent import holder
+from .execution.ctrl_c import wait_interruptibly
 from .execution.futures import as_concurrent_future
 
 __all__ = ["note_future", "thread_futures", "wait_all", "wait_for_futures"]
@@ -65,7 +66,7 @@ def wait_for_futures(futures: Sequence[torch.futures.Future[Any]]) -> None:
     outcomes = [as_concurrent_future(future) for future in futures]
     agent = holder.get()
     with nullcontext() if agent is None else agent.blocking():
-        concurrent.futures.wait(outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)
+        wait_interruptibly(concurrent.futures.wait, outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)
     for future, outcome in zip(futures, outcomes, strict=True):
         if outcome.done() and outcome.exception() is not None:
             future.wait()

@@ -32,6 +32,7 @@ from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension, UserHandle
 from .ids import GlobalId, IdSource, name_needed
@@ -376,7 +377,9 @@ class References(ReferenceExtension):
         for fork in list(self.forks):
             fork.lease = None
         with self._fork_deleted:
-            if not self._fork_deleted.wait_for(lambda: self._is_closed or not self.forks, timeout):
+            if not wait_interruptibly(
+                self._fork_deleted.wait_for, lambda: self._is_closed or not self.forks, timeout
+            ):
                 owners = sorted({fork.owner.name for fork in list(self.forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 

@@ -10,6 +10,7 @@ from ..errors import RRefError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
 from .ids import GlobalId
@@ -31,20 +32,14 @@ class Lease:
         """Makes a lease.
 
         Args:
-            on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock. It
-                is called again if the handler of a signal has interrupted it. (One that raises before the first
-                step of a finalizer keeps that from running at all.)
+            on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock.
             fork: the fork.
         """
         self._on_released = on_released
         self._fork = fork
 
     def __del__(self) -> None:
-        try:
-            self._on_released(self._fork)
-        except BaseException:
-            self._on_released(self._fork)
-            raise
+        self._on_released(self._fork)
 
 
 @final
@@ -87,7 +82,7 @@ class Fork:
         waiter = threading.Event()
         self._waiters.append(waiter)
         if not self.is_confirmed and self.error is None:
-            waiter.wait(seconds)
+            wait_interruptibly(waiter.wait, seconds)
 
     def state(self) -> str:
         """Returns the state in words: `pending`, `unconfirmed`, `confirmed`, `deleted` or `failed: ...`."""

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 
 from ..errors import LimitReachedError, RRefError
+from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
 
@@ -164,7 +165,7 @@ class OwnedValue:
         """
         if self.outcome is None:
             with blocking():
-                wait([self.future], seconds or None)
+                wait_interruptibly(wait, [self.future], seconds or None)
         if self.outcome is None:
             raise ValueTimeoutError
         return self.value()

@@ -21,6 +21,7 @@ from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
 from ..contracts.messages import CONTROL, Outgoing, Request
 from ..contracts.worker import WorkerInfo
+from ..execution.ctrl_c import wait_interruptibly
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.futures import Future
@@ -163,7 +164,7 @@ class Client:
             )
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
-                    waiter.woken.result()
+                    wait_interruptibly(waiter.woken.result)
             is_to_be_sent = waiter is None or self._is_to_be_sent(pending, message)
             is_sent = is_to_be_sent and self._send_or_wait(pending, message, broadcast)
             if broadcast is not None and not is_sent:

@@ -5,19 +5,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import AnswerPayloads, PayloadReader, read_inline
+from ..channels.payloads import PayloadReader, read_inline
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
-from ..execution.futures import Future
 from ..membership.worker_events import WorkerEvents
-from ..transports.answer_reader import Completion
 from .control import RetryingControlMessages
 from .extensions import Extensions
 from .failure_log import FailureLog
@@ -111,7 +109,9 @@ class Dispatcher:
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
-            elif self._requests.begin_answer(source, envelope.id):
+            elif self._requests.begin_answer(source, envelope.id) and not self._requests.is_answered_here(
+                source, envelope, payloads
+            ):
                 submit = partial(
                     self._executor.submit_urgent, self._requests.on_answer, source, envelope, payloads
                 )
@@ -124,21 +124,6 @@ class Dispatcher:
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause
         return None
-
-    def completion(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        leases: AnswerPayloads | None,
-        future: Future[Any],
-    ) -> Completion | None:
-        """Returns what completes a future on the calling thread: see NetworkListener."""
-        if not self._requests.can_complete(source, envelope, future):
-            return None
-        return Completion(
-            partial(self._requests.complete, source, envelope, leases),
-            partial(self._executor.submit_urgent, self._requests.complete_again, source, envelope, leases),
-        )
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message that cannot be read."""

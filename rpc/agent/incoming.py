@@ -4,15 +4,13 @@ import asyncio
 import concurrent.futures
 from collections.abc import Collection
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import AnswerPayloads, is_inline, read_inline
+from ..channels.payloads import read_inline
 from ..channels.router import ChannelRouter, Collecting
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
-from ..execution.futures import Future
-from ..transports.answer_reader import Completion
 from .links import Links
 from .network_listener import NetworkListener, Pause
 
@@ -62,21 +60,6 @@ class Incoming:
         else:
             payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
         return pause
-
-    def completion(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        future: Future[Any],
-        attached: memoryview | None = None,
-    ) -> Completion | None:
-        """Returns what completes a future on the calling thread: see TransportListener."""
-        payloads: AnswerPayloads | None = None
-        if not (inline := is_inline(envelope)):
-            payloads = self._router.answer_payloads(source.wire_id, envelope, attached)
-        if source.wire_id in self._links.lost or not (inline or payloads):
-            return None
-        return self._listener.completion(source, envelope, payloads, future)
 
     def _collect(
         self,

@@ -10,6 +10,7 @@ from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import Device, DeviceMap
 from ..contracts.messages import Request
 from ..contracts.worker import WorkerInfo
+from ..execution.ctrl_c import wait_interruptibly
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..transports.base import Connecting
@@ -97,7 +98,9 @@ class MultiSender:
             return
         connecting = {self._network.connect(worker) for worker in workers if worker.wire_id in unconnected}
         with self._executor.blocking():
-            self._timed_out |= concurrent.futures.wait(connecting - self._timed_out, CONNECT_TIMEOUT_S).not_done
+            connecting -= self._timed_out
+            waited = wait_interruptibly(concurrent.futures.wait, connecting, CONNECT_TIMEOUT_S)
+            self._timed_out |= waited.not_done
 
     def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
         """Pickles a request for several workers: once for each device map."""

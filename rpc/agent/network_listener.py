@@ -2,14 +2,12 @@
 
 import concurrent.futures
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import AnswerPayloads, PayloadReader
+from ..channels.payloads import PayloadReader
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
-from ..execution.futures import Future
-from ..transports.answer_reader import Completion
 
 __all__ = ["NetworkListener", "Pause"]
 
@@ -43,22 +41,6 @@ class NetworkListener(Protocol):
             payloads: reads the payloads that the envelope names.
             announced: whether `on_announced` came before.
             nbytes: of envelope and payloads.
-        """
-
-    def completion(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        leases: AnswerPayloads | None,
-        future: Future[Any],
-    ) -> Completion | None:
-        """Returns what completes a future with a message: see TransportListener.
-
-        Args:
-            source: the sender.
-            envelope: the message's.
-            leases: reads its payloads; None if they are all in the envelope.
-            future: what the calling thread waits for.
         """
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:

@@ -5,6 +5,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from ...errors import (
@@ -18,7 +19,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
-from ..channels.payloads import AnswerPayloads, PayloadReader, body_of, read_inline
+from ..channels.payloads import PayloadReader, body_of
 from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -127,8 +128,6 @@ class PendingRequests:
         same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
-        self._completing: dict[int, PendingRequest | None] = {}
-        """What `complete` has taken out of `pending`; if a signal interrupts it, it stays here."""
         self._codec = codec
         self._extensions = extensions
         self._calls = calls
@@ -308,59 +307,19 @@ class PendingRequests:
         pending = [each for each in list(self.pending.values()) if each.handler.user_values]
         return Counter(each.worker.name for each in pending)
 
-    def can_complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]) -> bool:
-        """Returns whether a message is the answer that a future stands for, and any thread can read it.
+    def is_answered_here(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> bool:
+        """Returns whether the calling thread waits for an answer that has arrived, and completes its request.
 
-        A thread that waits may have modes of torch of its own, which the value must not depend on. What has other
-        effects, such as references, must not be read again when a signal has interrupted the thread.
+        A thread that waits may have modes of torch of its own, which the value must not depend on.
         """
         pending = self.pending.get(envelope.id)
         return (
             pending is not None
-            and pending.future is future
-            and pending.worker.wire_id == source.wire_id
             and envelope.type == RESULT
-            and not future.has_callbacks
-            and not envelope.references
             and not envelope.HasField("profile")
             and not has_local_modes()
+            and pending.future.complete_here(partial(self.on_answer, source, envelope, payloads))
         )
-
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerPayloads | None) -> None:
-        """Completes a request on the thread that waits for it; if a signal interrupts that, `complete_again` does.
-
-        Args:
-            source: the worker that answers.
-            envelope: the answer.
-            leases: reads its payloads; None if they are all in the envelope.
-        """
-        identifier = envelope.id
-        completing = self._completing
-        # One C function takes it and keeps it, which a signal does not interrupt.
-        completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
-        self._complete(completing[identifier], source, envelope, read_inline if leases is None else leases.read)
-        if leases is not None:
-            leases.release()
-        completing.pop(identifier, None)
-
-    def complete_again(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerPayloads | None
-    ) -> None:
-        """Does what a signal has kept `complete` from doing."""
-        pending = self._completing.pop(envelope.id, None)
-        if leases is None or not leases.is_released:
-            payloads = read_inline if leases is None else leases.read
-            if pending is None:
-                self.on_answer(source, envelope, payloads)
-            elif pending.future.done():
-                self._tell_complete(pending)
-                self._count_end(pending)
-                if envelope.HasField("control"):  # which may be taken twice
-                    self._codec.receive_control(source, envelope, with_answer=True)
-            else:
-                self._complete(pending, source, envelope, payloads)
-        if leases is not None:
-            leases.release()
 
     def _set_result(self, pending: PendingRequest, value: object) -> None:
         self._tell_complete(pending)

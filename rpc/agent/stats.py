@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from ..execution.ctrl_c import wait_interruptibly
+
 __all__ = ["INLINE", "CallCounter", "TrafficStats"]
 
 INLINE = "inline"
@@ -76,7 +78,9 @@ class CallCounter:
         with self._lock:
             self._waiters += 1
             try:
-                return self._none_in_flight.wait_for(lambda: self._is_closed or not self.in_flight, seconds)
+                return wait_interruptibly(
+                    self._none_in_flight.wait_for, lambda: self._is_closed or not self.in_flight, seconds
+                )
             finally:
                 self._waiters -= 1
 

@@ -1,7 +1,6 @@
 """Looks at the payloads of an envelope: its body, and the bytes of its tensors."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
@@ -9,13 +8,10 @@ from ..contracts.messages import Buffer
 
 __all__ = [
     "HERE",
-    "AnswerPayloads",
     "PayloadReader",
     "body_of",
     "external_bytes",
     "has_come",
-    "is_inline",
-    "is_payload_inline",
     "payloads_of",
     "read_inline",
 ]
@@ -27,28 +23,6 @@ PayloadReader = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 """Returns the bytes of a payload of one received envelope. Only tensors have a DeviceBuffer."""
 
 
-class AnswerPayloads(Protocol):
-    """Reads the payloads of an answer that are not all in its envelope, on the thread that waits for it.
-
-    A signal handler may interrupt that thread. Then another one reads all of them again, until they are released.
-    """
-
-    is_released: bool
-    """Whether nobody may read any more."""
-
-    def read(self, payload: agent_pb2.Payload) -> Buffer:
-        """Returns the bytes of a payload, the same ones each time: a PayloadReader."""
-
-    def release(self) -> None:
-        """Keeps the bytes no longer."""
-
-
-def is_payload_inline(payload: agent_pb2.Payload) -> bool:
-    """Returns whether a payload is inside its envelope, or a part of another one."""
-    # None: an empty payload, as of a tensor on meta
-    return payload.WhichOneof("location") in ("inline", "gathered", None)
-
-
 def has_come(payload: agent_pb2.Payload) -> bool:
     """Returns whether a payload came with its envelope, or is a part of another one."""
     return payload.WhichOneof("location") in HERE
@@ -57,13 +31,6 @@ def has_come(payload: agent_pb2.Payload) -> bool:
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
     """Returns the bytes of a payload inside its envelope."""
     return payload.inline
-
-
-def is_inline(envelope: agent_pb2.Envelope) -> bool:
-    """Returns whether all payloads of a received envelope are inside it."""
-    if not envelope.body.HasField("inline"):
-        return False
-    return not envelope.tensors or all(map(is_payload_inline, payloads_of(envelope)))
 
 
 def body_of(envelope: agent_pb2.Envelope, payloads: PayloadReader) -> Buffer:

@@ -19,9 +19,9 @@ from .bulk.channel import BulkChannel
 from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
 from .payload_writer import PayloadWriter
-from .payloads import HERE, AnswerPayloads, PayloadReader, external_bytes, has_come, payloads_of, read_inline
-from .shared_memory.answer_leases import SegmentPlace, segment_place
+from .payloads import HERE, PayloadReader, external_bytes, has_come, payloads_of, read_inline
 from .shared_memory.channel import SharedMemoryChannel
+from .shared_memory.peer import SegmentPlace, segment_place
 
 __all__ = ["ChannelRouter", "Collecting"]
 
@@ -245,19 +245,6 @@ class ChannelRouter:
     def _discard(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
         for payload in payloads:
             self._channel(peer, payload).discard(peer, payload)
-
-    def answer_payloads(
-        self, peer: int, envelope: agent_pb2.Envelope, attached: memoryview | None
-    ) -> AnswerPayloads | None:
-        """Returns what reads the payloads of an answer, some outside it, on the thread that waits for it.
-
-        Returns None if that thread cannot read them.
-        """
-        payloads = payloads_of(envelope)
-        if attached is not None:
-            is_wrong = find_misplaced(payloads, len(attached), self._options.max_payload_bytes)
-            return None if is_wrong or not all(map(has_come, payloads)) else AttachedReader(envelope, attached)
-        return self._shared_memory.answer_leases(peer, payloads)
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]

@@ -58,6 +58,7 @@ from ...errors import (
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
+from ..execution.ctrl_c import wait_interruptibly
 from .leader import CONTROL_KINDS, RoundLeader
 from .replacements import Replacements
 from .rounds import VOID, Round, RoundKey, RoundResult, Series
@@ -280,14 +281,14 @@ class AllGatherService:
             raise RpcTimeoutError(name, round_.timeout) from error
         log.debug("worker %s sends its value for a collective again to %s: %s", self._agent.info.name, name, error)
         with self._agent.blocking():
-            time.sleep(RESEND_PAUSE_S)
+            wait_interruptibly(time.sleep, RESEND_PAUSE_S)
 
     def _wait(self, future: torch.futures.Future[Any], seconds: float) -> bool:
         """Waits for a future; returns whether it is done."""
         done = threading.Event()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
-            return done.wait(seconds)
+            return wait_interruptibly(done.wait, seconds)
 
     def _missing_members(self, round_: Round, leader: int) -> list[str]:
         """Returns the names of the members whose values are missing; the leader's if it does not answer."""

@@ -8,6 +8,7 @@ from typing import final
 from ...errors import NotInitializedError, RpcTimeoutError
 from ..contracts.agent import RpcAgent
 from ..contracts.worker import WorkerInfo
+from ..execution.ctrl_c import wait_interruptibly
 
 __all__ = ["Replacements"]
 
@@ -71,7 +72,9 @@ class Replacements:
         """
         with self._agent.blocking(), self._changed:
             left = None if deadline is None else deadline - time.monotonic()
-            if not self._changed.wait_for(lambda: self._is_closed or self.concern(members), left):
+            if not wait_interruptibly(
+                self._changed.wait_for, lambda: self._is_closed or self.concern(members), left
+            ):
                 lost = [self._agent.incarnation(each).name for each in members if self._agent.end_of(each)]
                 raise RpcTimeoutError(", ".join(lost) or "a worker that was started again", 0.0)
         if self._is_closed:

@@ -146,7 +146,7 @@ class Executor:
     def call_last(self, function: Callable[[], None]) -> None:
         """Calls a function at the end of the calling thread's task. The thread runs what that submits after it."""
         thread = self._thread
-        thread.is_ending = thread.is_worker
+        thread.is_ending = thread.is_worker and not thread.is_blocked
         try:
             function()
         finally:

@@ -80,6 +80,8 @@ class Future(torch.futures.Future[T]):
         """Whether the future is done or about to be. Set before the waiters are looked at."""
         self.has_callbacks = False
         """Whether completing the future may run a function of the user."""
+        self._complete: Callable[[], None] | None = None
+        """What the thread that has read the answer, and waits for it, has to call."""
 
     @property
     def operation(self) -> str:
@@ -155,7 +157,12 @@ class Future(torch.futures.Future[T]):
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
         if reads and self._read_answer is not None and (waiter := self._executor.poller.waiter) is not None:
             self._waiters.append(waiter)
-            self._read_answer(self, waiter)
+            try:
+                self._read_answer(self, waiter)
+            finally:
+                if (complete := self._complete) is not None:
+                    self._complete = None
+                    complete()
             if self.is_completing:
                 return
         woken = threading.Lock()
@@ -211,6 +218,21 @@ class Future(torch.futures.Future[T]):
         """Completes the future with an exception."""
         self._wake()
         super().set_exception(without_frames(result))  # type: ignore[arg-type] # calls `set_result`
+
+    def complete_here(self, complete: Callable[[], None]) -> bool:
+        """Has the calling thread complete this future when it has read on, if it is the one that waits for it.
+
+        Args:
+            complete: completes the future.
+
+        Returns:
+            False if another thread waits, or none, or if there are callbacks, which would hold the thread up.
+        """
+        if self._executor.poller.expected_here is not self or self.has_callbacks:
+            return False
+        self._complete = complete
+        self.is_completing = True
+        return True
 
     def _wake(self) -> None:
         self.is_completing = True

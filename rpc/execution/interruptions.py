@@ -47,19 +47,11 @@ def under_finalizer() -> FrameType | None:
 
 
 def start_thread(thread: threading.Thread) -> bool:
-    """Starts a thread. Returns False if there can be no more: the system has a limit, or the interpreter ends.
-
-    Raises:
-        BaseException: what a handler of a signal has raised while this waited for the thread, which runs. The lock
-            of that wait may fail then, and hide it behind a RuntimeError.
-    """
-    handled = sys.exception()
+    """Starts a thread. Returns False if there can be no more: the system has a limit, or the interpreter ends."""
     try:
         thread.start()
-    except RuntimeError as error:
-        if error.__context__ is handled or error.__context__ is None:
-            return False
-        raise error.__context__ from None
+    except RuntimeError:
+        return False
     return True
 
 

@@ -5,6 +5,8 @@ import time
 from contextlib import suppress
 from typing import final
 
+from .ctrl_c import ctrl_c, interruptible
+
 __all__ = ["MAX_SLICE_S", "Latch", "acquire"]
 
 FIRST_SLICE_S = 0.02
@@ -12,6 +14,7 @@ MAX_SLICE_S = 1.0
 """Seconds of the first slice of a wait, and of the longest; each is twice as long as that before."""
 
 
+@interruptible
 def acquire(lock: threading.Lock, seconds: float | None = None) -> bool:
     """Acquires a lock as `lock.acquire` does, but runs the handlers of all signals.
 
@@ -25,6 +28,7 @@ def acquire(lock: threading.Lock, seconds: float | None = None) -> bool:
     Returns:
         Whether it was acquired.
     """
+    ctrl_c.check()
     if seconds is None and lock.acquire(timeout=FIRST_SLICE_S):
         return True
     deadline = None if seconds is None else time.monotonic() + seconds

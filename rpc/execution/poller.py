@@ -16,18 +16,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from ...errors import RpcError
 from .spinner import Spinner
 from .waiter import SocketWaiter
 
-__all__ = ["READABLE", "WRITABLE", "OnReady", "Poller", "SharedDescriptor"]
+__all__ = ["READABLE", "WRITABLE", "Expected", "OnReady", "Poller", "SharedDescriptor"]
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
-
-_READABLE_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +39,28 @@ class SharedDescriptor(Protocol):
     """A descriptor that is read by the thread that needs what it brings, or else by the poller's threads."""
 
     descriptor: int
-    reading: threading.Lock
-    """Held by the thread that reads it."""
-    received: list[Any]
-    """What has been read and not handled. Used with the lock."""
 
-    def can_be_read(self) -> bool:
-        """Returns whether a thread that is not the poller's may read now. Called with the lock."""
+    def begin_reading(self) -> bool:
+        """Has the calling thread read alone, unless another one does; returns whether it may read.
+
+        `end_reading` follows.
+        """
+
+    def read(self) -> bool:
+        """Reads a chunk and handles it; returns whether to read on."""
+
+    def end_reading(self) -> None:
+        """Lets other threads read."""
 
     def on_readable(self) -> bool:
-        """Handles what has been received, and reads: its OnReady. Returns False if another thread reads."""
+        """Reads a chunk and handles it: its OnReady. Returns False if another thread reads, or none is to."""
 
-    def release_library(self) -> None:
-        """Releases what the calling thread, which does not read any more, holds besides `reading`."""
+
+class Expected(Protocol):
+    """What a thread waits for that reads a descriptor itself."""
+
+    is_completing: bool
+    """Whether it is there, or about to be."""
 
 
 class _ThreadState(threading.local):
@@ -72,8 +79,12 @@ class _ThreadState(threading.local):
         """Looks at the descriptor that the thread has kept last."""
         self.polled = -1
         self.waiter: SocketWaiter | None = None
-        self.reads_here: tuple[SharedDescriptor, list[bool]] | None = None
-        """What the thread reads by `read_here`, and whether it still does."""
+        self.reads_here: list[SharedDescriptor] = []
+        """What the thread reads by `read_here`; empty once it has been given back."""
+        self.waits_here = False
+        """Whether it waits for that, and has not begun to read."""
+        self.expected: Expected | None = None
+        """What it reads for."""
 
 
 @final
@@ -99,7 +110,7 @@ class Poller:
         # Edge-triggered: each write wakes one thread, and nobody has to read.
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
         self.wake: Callable[[], None] = partial(os.eventfd_write, self._wake, 1)
-        """Wakes one thread that waits, or else the next one that would. A signal does not interrupt it."""
+        """Wakes one thread that waits, or else the next one that would."""
         # Closed only when no thread calls `wake` any more.
         weakref.finalize(self.wake, os.close, self._wake).atexit = False
         self.handed_over: deque[tuple[int, Callable[[], object]]] = deque()
@@ -109,6 +120,11 @@ class Poller:
     def is_reading(self) -> bool:
         """Whether the calling thread handles a file descriptor."""
         return self._thread.is_reading
+
+    @property
+    def expected_here(self) -> Expected | None:
+        """What the calling thread reads a descriptor for; None if it does not."""
+        return self._thread.expected
 
     @property
     def waiter(self) -> SocketWaiter | None:
@@ -125,12 +141,9 @@ class Poller:
 
     def watch_again(self, descriptor: int) -> None:
         """Has a thread handle a file descriptor when it is ready again. Does nothing if it is not watched."""
-        try:
-            if (handler := self._on_ready.get(descriptor)) is not None:
+        if (handler := self._on_ready.get(descriptor)) is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has been closed just now, or the poller has
                 self._epoll.modify(descriptor, handler[1] | select.EPOLLONESHOT)
-        except OSError as error:
-            if error.errno is None:  # raised by the handler of a signal
-                raise
 
     def unwatch(self, descriptor: int) -> None:
         """Forgets a file descriptor; an OnReady of it may still run."""
@@ -200,49 +213,49 @@ class Poller:
             self.wake()
         return taken
 
-    def read_here(self, source: "SharedDescriptor", use: Callable[[list[bool]], None]) -> None:
-        """Has the calling thread read a descriptor, unless another thread does, and gives it back after that.
+    def read_here(self, source: SharedDescriptor, waiter: SocketWaiter, expected: Expected) -> None:
+        """Has the calling thread read a descriptor until what it expects is there, unless another thread reads.
 
-        A signal may interrupt it on the main thread: then other threads handle what `use` has left. A handler of a
-        signal that waits for a worker itself gives the descriptor back before it does.
+        The handler of a signal that waits for a worker itself gives the descriptor back before it does.
 
         Args:
             source: the descriptor, watched for reading.
-            use: waits for the descriptor and reads it. Is given a list that is not [True] any more when the
-                descriptor has been given back meanwhile.
+            waiter: that of the thread.
+            expected: what it waits for.
         """
+        descriptor = source.descriptor
+        if not source.begin_reading():
+            return
         thread = self._thread
-        held: list[bool] = []
-        outer = thread.reads_here
+        here = [source]
+        outer, thread.reads_here, thread.expected = (thread.reads_here, thread.expected), here, expected
         try:
-            thread.reads_here = source, held
-            held.extend(map(source.reading.acquire, (False,)))
-            if held[0] and source.can_be_read() and source.descriptor in self._on_ready:
-                self.kept.pop(source.descriptor, None)  # a thread that has kept it looks at it no longer
-                try:
-                    self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # and no other one does
-                except FileNotFoundError:  # `watch` is about to register it
-                    pass
-                else:
-                    use(held)
+            if descriptor not in self._on_ready:
+                return
+            self.kept.pop(descriptor, None)  # a thread that has kept it looks at it no longer
+            try:
+                self._epoll.modify(descriptor, select.EPOLLONESHOT)  # and no other one does
+            except FileNotFoundError:  # `watch` is about to register it
+                return
+            while not expected.is_completing:
+                thread.waits_here = True
+                is_readable = waiter.wait(descriptor)
+                thread.waits_here = False
+                # Else it was released, perhaps for something earlier that the thread did not wait for.
+                if not here or (is_readable and not source.read()):
+                    return
         finally:
-            thread.reads_here = outer
-            # From here on, one C function in each block: a signal interrupts none of them.
-            if held == [True]:
-                try:
-                    source.reading.release()  # first: a thread that finds it held leaves the descriptor alone
-                finally:
-                    if source.received:
-                        try:
-                            self.handed_over.append((source.descriptor, source.on_readable))
-                        finally:
-                            self.wake()
-                    elif not self._epoll.closed:
-                        try:
-                            if self._on_ready[source.descriptor][0] == source.on_readable:
-                                self._epoll.modify(source.descriptor, _READABLE_ONCE)
-                        except (KeyError, OSError):
-                            pass  # not watched any more, or closed
+            thread.waits_here = False
+            thread.reads_here, thread.expected = outer
+            if here:
+                self._end_reading(source)
+
+    def _end_reading(self, source: SharedDescriptor) -> None:
+        """Has the poller's threads read a descriptor again."""
+        source.end_reading()  # first: a thread that finds it held leaves the descriptor alone
+        handler = self._on_ready.get(source.descriptor)
+        if handler is not None and handler[0] == source.on_readable:
+            self.watch_again(source.descriptor)
 
     def forbid_waits_here(self) -> None:
         """Has waits of the calling thread, that of the event loop, raise instead of hanging."""
@@ -252,7 +265,8 @@ class Poller:
         """Gives back what the calling thread reads by `read_here`: a signal handler in it is about to wait.
 
         Raises:
-            RpcError: this is the event loop's thread, without which nothing that it waits for can happen.
+            RpcError: this is the event loop's thread, without which nothing that it waits for can happen; or this
+                thread has been interrupted while it was reading.
             Exception: in a forked child, that of `leave_to_parent`.
         """
         if self._why_useless is not None:
@@ -264,16 +278,15 @@ class Poller:
                 "what they send: this is a callback or a finalizer (__del__) that runs on it. Use rpc_async and "
                 "add_done_callback instead of rpc_sync and wait, or wait on another thread"
             )
-        if thread.reads_here is None:
+        if not thread.reads_here:
             return
-        source, held = thread.reads_here
-        thread.reads_here = None
+        if not thread.waits_here:
+            raise RpcError(
+                "the handler of a signal, or a finalizer (__del__), cannot wait for other workers where it has "
+                "interrupted gradwire, which reads what they send. Have another thread make the call"
+            )
         thread.waiter = None  # the handler waits by another one, or it would take what wakes this one
-        if held == [True]:
-            held.clear()
-            source.release_library()
-            source.reading.release()
-            self.hand_over(source.descriptor, source.on_readable)
+        self._end_reading(thread.reads_here.pop())
 
     def hand_over(self, descriptor: int, on_ready: OnReady) -> None:
         """Has a thread handle a descriptor at once, whether it is ready or not."""

@@ -8,6 +8,7 @@ import select
 import threading
 from typing import Protocol, final
 
+from .ctrl_c import ctrl_c, interruptible
 from .latch import MAX_SLICE_S
 from .spinner import Spinner
 
@@ -26,10 +27,7 @@ class Wakeable(Protocol):
 
 @final
 class SocketWaiter:
-    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread.
-
-    A signal may interrupt it between any two steps, as long as the next wait finds it as it was or as it is to be.
-    """
+    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
 
     def __init__(self, busy_poll: float) -> None:
         """Args: busy_poll: see RpcBackendOptions. Raises OSError if no descriptor is left."""
@@ -49,8 +47,10 @@ class SocketWaiter:
         if threading.get_ident() != self._thread_id:
             os.eventfd_write(self._wake, 1)
 
+    @interruptible  # at any step: the next wait finds it as it was, or as it is to be
     def wait(self, descriptor: int) -> bool:
         """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
+        ctrl_c.check()
         # Taken, since the handler of a signal that comes during `poll` may wait too.
         idle, self._idle = self._idle, None
         if idle is None or idle[0] != descriptor:

@@ -10,6 +10,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import MessageType
 from ..contracts.worker import WorkerInfo
+from ..execution.ctrl_c import wait_interruptibly
 from ..execution.futures import Future, error_of
 from ..execution.kept_errors import copy_error
 
@@ -202,7 +203,7 @@ class StreamConsumer:
     def wait(self, seconds: float | None) -> bool:
         """Waits until `take` does not raise ItemNotReadyError. Returns False after `seconds`; None is no limit."""
         with self._changed:
-            return self._changed.wait_for(self.is_ready, seconds)
+            return wait_interruptibly(self._changed.wait_for, self.is_ready, seconds)
 
     def is_ready(self) -> bool:
         """Returns whether `take` has an item or the end of the stream to tell."""

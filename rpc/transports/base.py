@@ -9,7 +9,6 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
-from .answer_reader import Completion
 
 __all__ = ["BEGINNING_BYTES", "Connecting", "Transport", "TransportClosedError", "TransportListener"]
 
@@ -129,25 +128,6 @@ class TransportListener(Protocol):
         Returns:
             A future: the transport reads nothing more from the peer, besides what it has read already, before it
             is done. None if it can go on.
-        """
-
-    def completion(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        future: Future[Any],
-        attached: memoryview | None = None,
-    ) -> Completion | None:
-        """Returns what completes a future with an envelope that the calling thread has read.
-
-        Returns None if the envelope is not the answer that the future stands for, or if completing it has other
-        effects: then `on_envelope` is called with it.
-
-        Args:
-            source: the peer.
-            envelope: the envelope.
-            future: what the calling thread waits for.
-            attached: the memory of the bytes that follow it, which may not have come yet.
         """
 
     def on_opened(self, peer: WorkerInfo) -> None:

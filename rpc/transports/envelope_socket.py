@@ -7,6 +7,7 @@ tell (segments.py). A frame of kind END ends a direction: the sender leaves in o
 import concurrent.futures
 import contextlib
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -22,9 +23,7 @@ from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
 from ..wire.attached import embed
 from . import socket_frames
-from .answer_reader import Answer, AnswerReader, AnswerRest, FindCompletion
-from .answer_search import find_answer
-from .frame_reader import RECV_ARGS, RECVMSG_ARGS, FrameReader
+from .frame_reader import READ_BYTES, RECVMSG_ARGS, FrameReader
 from .frame_writer import AttachedFrame, FrameWriter
 from .heartbeat import has_unread
 from .pulse import PulseExchange
@@ -37,7 +36,7 @@ from .socket_frames import (
     FrameKind,
     numbers_frame,
 )
-from .tls_socket import AnySocket, TlsSocket
+from .tls_socket import AnySocket
 
 __all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd"]
 
@@ -69,7 +68,6 @@ class EnvelopeSocket:
         on_envelope: OnEnvelope,
         on_end: OnSocketEnd,
         segments: SegmentListener | None = None,
-        completion: FindCompletion = lambda _envelope, _future: None,
         on_malformed: Callable[[Exception], None] = lambda _error: None,
         pulses: PulseExchange | None = None,
         allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
@@ -84,7 +82,6 @@ class EnvelopeSocket:
                 is read before the future that it returns is done.
             on_end: called once, after the last envelope.
             segments: handles the frames about shared memory, on a unix socket.
-            completion: lets the thread that waits for an answer read it.
             on_malformed: called with the error when the peer has sent bytes that are no message.
             pulses: saves heartbeats, on a unix socket.
             allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
@@ -103,25 +100,16 @@ class EnvelopeSocket:
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
         self._paused: list[int] = []
         """The descriptor of the socket while nothing is read; whoever takes it out has reading go on."""
-        self.poller = executor.poller
         self.descriptor = connection.fileno()
-        self._completion = completion
         self.process = process_of_peer(cast("Any", connection)) if segments is not None else 0
         """The process at the other end of a unix socket; 0 if it is in another namespace."""
-        self.tls = connection if isinstance(connection, TlsSocket) else None
-        self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
-        self.receive_args: Sequence[tuple[Any, ...]] = RECV_ARGS if segments is None else RECVMSG_ARGS
-        self.receive_into: Callable[[memoryview], int] = connection.recv_into
         self.has_heard = True
         """Whether something has come since this was set to False."""
         self.reading = threading.Lock()
         """Held by the thread that reads."""
         # What follows is used with the lock.
-        self.received: list[Any] = []
-        """What a thread that waited for an answer has read, and another one is to handle. b"" tells it to read."""
         self._pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned since reading began."""
-        self._allocate = allocate
         self._reader = FrameReader(self._deliver, segments, pulses, allocate)
         self._has_ended = False
         """Whether nothing more is read."""
@@ -218,19 +206,7 @@ class EnvelopeSocket:
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read while it waits for an answer: see ReadAnswer."""
         if not self._writer.is_broken:  # as it is in a forked child, too
-            AnswerReader(self, future, waiter).read()
-
-    def can_be_read(self) -> bool:
-        """Returns whether what is read now begins with a new frame. Called with the lock."""
-        return self._reader.is_between and not self.received and not self._has_ended and not self._paused
-
-    def find_answer(self, future: Future[Any]) -> Answer | AnswerRest | None:
-        """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
-        if not self.received:
-            return None
-        self.has_heard = True
-        allocate = self._allocate if self._segments is None and self.tls is None else None
-        return find_answer(self.received, self._segments, self._completion, future, allocate)
+            self._executor.poller.read_here(self, waiter, future)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or its pulse was seen."""
@@ -255,41 +231,36 @@ class EnvelopeSocket:
         else:
             self._writer.put_descriptor(HEADER.pack(0, kind), descriptor)
 
-    def release_library(self) -> None:
-        """Releases the TLS library, if the calling thread holds it."""
-        if self.tls is not None:
-            self.tls.release_library()
-
     def on_readable(self) -> bool:
         """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""
         if not self.reading.acquire(blocking=False):
             return False
-        pause = None
         try:
-            if not self._has_ended and not self._paused:
-                self._read()
-                if self._pause is not None and not self._has_ended:
-                    pause, self._pause = self._pause, None
-                    self._paused.append(self.descriptor)
+            self.read()
         finally:
-            self.reading.release()
-        # Not before: whoever reads after the pause must find the lock free, or nobody would. So a pause that has
-        # ended while this thread held the lock counts as none.
-        if pause is not None:
-            self._read_on_after(pause)
-        return pause is None and not self._has_ended and not self._paused
+            self.end_reading()
+        # Not before: another thread may have found the lock held since a pause has ended.
+        return not self._has_ended and not self._paused
 
-    def _read(self) -> None:
-        """Reads and handles a chunk."""
+    def begin_reading(self) -> bool:
+        """Has the calling thread read alone, unless another one does: see SharedDescriptor."""
+        return self.reading.acquire(blocking=False)
+
+    def read(self) -> bool:
+        """Reads and handles a chunk; returns False if nothing more is to be read for now. Called with the lock."""
+        if self._has_ended or self._paused:
+            return False
         try:
             if self._reader.is_in_large:
                 has_ended = self._reader.read_large(self._connection)
-                self.has_heard = True
+            elif self._segments is None:
+                has_ended = self._take(self._connection.recv(READ_BYTES))
             else:
-                data = self._receive()
-                if not data:
-                    raise ConnectionResetError
-                has_ended = self._reader.take(data)
+                data, rights, _, _ = cast("socket.socket", self._connection).recvmsg(*RECVMSG_ARGS)
+                if rights:
+                    self._reader.add_descriptors(rights)
+                has_ended = self._take(data)
+            self.has_heard = True
             if has_ended:
                 self._end("")
         except BlockingIOError:
@@ -302,6 +273,25 @@ class EnvelopeSocket:
         except Exception as error:
             log.exception("a message cannot be handled")
             self._end(f"its connection failed: {error!r}")
+        except BaseException:  # of the handler of a signal: bytes may be lost
+            self._writer.cut()
+            raise
+        if self._pause is not None and not self._has_ended:
+            self._paused.append(self.descriptor)
+        return not self._has_ended and self._pause is None
+
+    def _take(self, data: bytes) -> bool:
+        if not data:
+            raise ConnectionResetError
+        return self._reader.take(data)
+
+    def end_reading(self) -> None:
+        """Lets other threads read."""
+        pause, self._pause = self._pause, None
+        self.reading.release()
+        # Not before: whoever reads after the pause must find the lock free, or nobody would.
+        if pause is not None and self._paused:
+            self._read_on_after(pause)
 
     def _read_on_after(self, pause: "concurrent.futures.Future[None]") -> None:
         if self._writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
@@ -314,24 +304,6 @@ class EnvelopeSocket:
         with contextlib.suppress(IndexError):
             self._executor.poller.watch_again(self._paused.pop())
 
-    def _receive(self) -> bytes:
-        data: bytes
-        if self.received and isinstance(rest := self.received[-1], AnswerRest):
-            data = self.received[0] + rest.take()  # a thread has been interrupted while it read the answer
-            self.received.clear()
-            self.has_heard = True
-            return data
-        if not (self.received and (received := self.received.pop())):
-            received = self.receive(*self.receive_args[0])
-        self.has_heard = True
-        if self._segments is None:
-            data = received
-            return data
-        data, rights = received[:2]
-        if rights:
-            self._reader.add_descriptors(rights)
-        return data
-
     def _deliver(self, *arrived: Any) -> None:
         """Reports an envelope: see OnEnvelope."""
         pause = self._on_envelope(*arrived)
@@ -340,8 +312,8 @@ class EnvelopeSocket:
 
     def _end(self, reason: str) -> None:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""
-        self._executor.poller.unwatch(self.descriptor)
         self._has_ended = True
+        self._executor.poller.unwatch(self.descriptor)
         if reason or self._writer.is_broken:
             self.release()
         self._on_end(reason)

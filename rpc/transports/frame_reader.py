@@ -16,7 +16,7 @@ from .settings import MAX_ENVELOPE_BYTES
 from .socket_frames import HEADER, MAX_ATTACHING_BYTES, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_in
 from .tls_socket import AnySocket
 
-__all__ = ["READ_BYTES", "RECVMSG_ARGS", "RECV_ARGS", "FrameReader"]
+__all__ = ["READ_BYTES", "RECVMSG_ARGS", "FrameReader"]
 
 READ_BYTES: Final = 256 << 10
 """Bytes read at a time."""
@@ -29,11 +29,8 @@ _MAX_BYTES = {FrameKind.ENVELOPE: MAX_ENVELOPE_BYTES, FrameKind.ATTACHED: MAX_AT
 
 _DESCRIPTOR = struct.Struct("i")
 
-RECV_ARGS: Final = ((READ_BYTES,),)
-RECVMSG_ARGS: Final = (
-    (READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),
-)
-"""The arguments of the C functions that read, in a sequence of one."""
+RECVMSG_ARGS: Final = READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+"""The arguments of the `recvmsg` that brings descriptors, too."""
 
 
 @final

@@ -2,9 +2,6 @@
 
 The thread that sends also writes, unless another one is writing: that one then takes what has been queued
 meanwhile. If the socket's buffer is full, a thread of the executor goes on when there is room.
-
-Ctrl-C may interrupt the main thread between any two steps. So what has been written is noted by the same call that
-writes: a C function that a signal does not interrupt, such as `list.extend` over `map`.
 """
 
 import contextlib
@@ -16,8 +13,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Any, cast, final
+from itertools import islice
+from typing import cast, final
 
 from ...c10d.inheritance import at_fork
 from ..execution.executor import Executor
@@ -65,34 +62,6 @@ def _nbytes(frame: bytes) -> int:
 
 
 @final
-class _Write:
-    """The frames at the beginning of the queue that are being written."""
-
-    __slots__ = ("count", "data", "descriptor", "dropped", "is_begun", "sent")
-
-    def __init__(
-        self,
-        data: bytes | memoryview | list[memoryview],
-        count: int,
-        descriptor: int = -1,
-        *,
-        is_begun: bool = False,
-    ) -> None:
-        self.is_begun = is_begun
-        """Whether other bytes of the frames have been written."""
-        self.data = data
-        """The bytes that have not been written; several pieces of them go by one `sendmsg`."""
-        self.count = count
-        """The number of frames."""
-        self.descriptor = descriptor
-        """The descriptor that goes with them; -1 if there is none."""
-        self.sent: list[int] = []
-        """The number of bytes that a call has written, once it has."""
-        self.dropped: list[bytes] = []
-        """The frames, once they have been removed from the queue."""
-
-
-@final
 class FrameWriter:
     """The sending half of a connected socket. Safe to use from any thread, also in signal handlers."""
 
@@ -111,7 +80,11 @@ class FrameWriter:
         self._descriptor_lock = threading.Lock()
         self._writing = threading.Lock()
         """Held by the thread that writes; for ever after `release`."""
-        self._current: _Write | None = None
+        # Of the thread that writes.
+        self._begun = 0
+        """How many frames at the beginning of the queue are being written."""
+        self._left: list[memoryview] = []
+        """The bytes of these that have not been written."""
         self._is_full = False
         """Whether the executor waits for room in the socket, and nobody else may write."""
         # epoll knows a descriptor once; the other one is watched for reading.
@@ -144,7 +117,7 @@ class FrameWriter:
         self._queue.append(frame)
         if self._behind and time.monotonic() >= self._take_along_at:
             self._take_along()
-        self._flush_if_possible()
+        self._flush()
 
     def put_behind(self, frame: bytes, seconds: float) -> None:
         """Queues a frame that waits for another one, to be in the same write; drops it if the socket is broken.
@@ -165,7 +138,7 @@ class FrameWriter:
         """Writes the frames that wait for another one."""
         if self._behind and not self.is_broken:
             self._take_along()
-            self._flush_if_possible()
+            self._flush()
 
     def put_descriptor(self, frame: bytes, descriptor: int) -> None:
         """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
@@ -175,7 +148,7 @@ class FrameWriter:
                 return
             self._descriptors.append((frame, descriptor))
             self._queue.append(frame)
-        self._flush_if_possible()
+        self._flush()
 
     def withdraw(self, is_wanted: Callable[[bytes], bool]) -> bool:
         """Removes a frame from the queue, if nothing of it has been written.
@@ -189,7 +162,7 @@ class FrameWriter:
         if not self._writing.acquire(blocking=False):
             return False
         try:
-            first = self._count_begun()
+            first = self._begun
             for index, frame in enumerate(list(self._queue)[first:], first):
                 if is_wanted(frame):
                     del self._queue[index]
@@ -200,7 +173,7 @@ class FrameWriter:
             if self._is_to_be_released:
                 self.release()
             else:
-                self._flush_if_possible()  # a thread may have found the lock held
+                self._flush()  # a thread may have found the lock held
 
     def take_unwritten(self) -> list[bytes]:
         """Returns the first bytes of each frame of which nothing has been written. Called once, after `cut`.
@@ -215,21 +188,10 @@ class FrameWriter:
         unwritten, self._unwritten = self._unwritten, []
         return unwritten
 
-    def _count_begun(self) -> int:
-        """Returns how many frames at the beginning of the queue are being written. Called with the lock."""
-        current = self._current
-        if current is None:
-            return 0
-        # TLS may have encrypted what it has not written.
-        if current.sent or current.is_begun or isinstance(self._connection, TlsSocket):
-            return current.count
-        self._current = None  # nothing of it has been written
-        return 0
-
     def _drop_queue(self) -> None:
         """Drops what will not be written any more. Called with the lock."""
-        self._unwritten += [frame[:KEPT_BYTES] for frame in list(self._queue)[self._count_begun() :]]
-        self._current = None
+        self._unwritten += [frame[:KEPT_BYTES] for frame in list(self._queue)[self._begun :]]
+        self._begun, self._left = 0, []
         self._queue.clear()
 
     def cut(self) -> None:
@@ -253,94 +215,77 @@ class FrameWriter:
 
     def _take_along(self) -> None:
         with contextlib.suppress(IndexError):  # another thread has taken some
-            self._queue.extend(map(deque.popleft, repeat(self._behind, len(self._behind))))
-
-    def _flush_if_possible(self) -> None:
-        if self._is_full:
-            return
-        try:
-            self._flush()
-        except BaseException:  # Ctrl-C: the executor goes on. From here on, one C function in each block
-            try:
-                self._executor.poller.handed_over.append((-1, self._on_writable))
-            finally:
-                self._executor.poller.wake()
-            raise
+            while True:
+                self._queue.append(self._behind.popleft())
 
     def _flush(self) -> None:
+        """Writes what is queued, unless another thread is writing or the socket is full."""
         # Again after each release: a frame may have been queued by a thread that found the lock held.
-        while self._queue and not self._is_full and self._flush_once():
-            pass
-
-    def _flush_once(self) -> bool:
-        """Writes what is queued, unless another thread is writing; returns whether this one has written."""
-        held: list[bool] = []
-        try:
-            held.extend(map(self._writing.acquire, (False,)))
-            if held[0]:
+        while self._queue and not self._is_full and self._writing.acquire(blocking=False):
+            try:
                 self._write()
-            return held[0]
-        except BlockingIOError:
-            self._is_full = True
-            self._wait_for_writable()
-            return True
-        except OSError as error:
-            if error.errno is None:  # raised by the handler of a signal
+            except BlockingIOError:
+                self._is_full = True
+                self._wait_for_writable()
+            except OSError:
+                self._drop_queue()
+                self.cut()
+            except BaseException:  # of the handler of a signal, or no memory
+                self.cut()
                 raise
-            self._drop_queue()
-            self.cut()
-            return True
-        finally:
-            if held == [True]:
-                try:
-                    self._writing.release()
-                finally:
-                    if self._is_to_be_released:
-                        self.release()
+            finally:
+                self._writing.release()
+                if self._is_to_be_released:
+                    self.release()
 
     def _write(self) -> None:
         """Writes what is queued. Called with the lock. Raises BlockingIOError if the socket is full."""
-        queue = self._queue
-        while True:
-            current = self._current
-            if current is None:
-                if not queue:
-                    return
-                self._current = current = self._next()
-            data = current.data
-            if not current.sent:
-                if isinstance(data, list):
-                    sendmsg = cast("Callable[..., int]", self._connection.sendmsg)
-                    first = first_bytes(data, MAX_AT_ONCE)
-                    current.sent.extend(map(sendmsg, (first,), ((),), (socket.MSG_NOSIGNAL,)))
-                elif current.descriptor < 0:
-                    current.sent.extend(map(self._connection.send, (data,), (socket.MSG_NOSIGNAL,)))
-                else:
-                    self._send_descriptor(current)
-            sent = current.sent[0]
-            left = without_first(data, sent) if isinstance(data, list) else memoryview(data)[sent:]
-            if left:
-                self._current = _Write(left, current.count, is_begun=True)
+        queue, connection = self._queue, self._connection
+        while queue:
+            frame = queue[0]
+            if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
+                self._write_some()
                 continue
-            if not current.dropped:
-                current.dropped.extend(map(deque.popleft, repeat(queue, current.count)))
-            self._current = None
+            self._begun = 1
+            try:
+                sent = connection.send(frame, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._begin_again(frame)
+                raise
+            if sent < len(frame):
+                self._left = [memoryview(frame)[sent:]]
+            else:
+                self._end_write()
 
-    def _next(self) -> _Write:
-        """Returns the next frame to write, or several if none of them has a descriptor."""
+    def _write_some(self) -> None:
+        """Begins to write the next frames, or goes on with those that are begun."""
+        if not self._begun:
+            self._begin_next()
+        left, frame = self._left, self._queue[0]
+        try:
+            if self._descriptors and self._descriptors[0][0] is frame:
+                sent = self._send_with_descriptor(left[0], self._descriptors[0][1])
+            elif len(left) == 1:
+                sent = self._connection.send(left[0], socket.MSG_NOSIGNAL)
+            else:
+                sent = self._connection.sendmsg(first_bytes(left, MAX_AT_ONCE), (), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            if sum(map(len, left)) == sum(map(_nbytes, islice(self._queue, self._begun))):
+                self._begin_again(*left)
+            raise
+        self._left = without_first(left, sent)
+        if not self._left:
+            self._end_write()
+
+    def _begin_next(self) -> None:
+        """Takes the next frame, or several if none of them has a descriptor, as those that are being written."""
         queue, first = self._queue, self._queue[0]
-        if self._descriptors:
-            frame, descriptor = self._descriptors[0]
-            if frame is first:
-                return _Write(first, 1, descriptor)
+        self._begun = 1
         if type(first) is AttachedFrame:
             # TLS encrypts each buffer by itself: see `TlsSocket`.
             is_tls = isinstance(self._connection, TlsSocket)
-            return _Write(b"".join(first.buffers) if is_tls else first.buffers, 1)
-        if self._descriptors:
-            return _Write(first, 1)
-        if len(queue) == 1:
-            return _Write(first, 1)
+            self._left = [memoryview(b"".join(first.buffers))] if is_tls else first.buffers
+            return
         frames, size = [first], len(first)
         while len(frames) < min(len(queue), MAX_WRITE_FRAMES) and not self._descriptors:
             frame = queue[len(frames)]
@@ -348,36 +293,45 @@ class FrameWriter:
             if size > MAX_WRITE_BYTES or type(frame) is AttachedFrame:
                 break
             frames.append(frame)
-        return _Write(b"".join(frames), len(frames))
+        self._begun = len(frames)
+        self._left = [memoryview(first if len(frames) == 1 else b"".join(frames))]
 
-    def _send_descriptor(self, current: _Write) -> None:
-        """Writes a frame together with its descriptor, which is closed then."""
-        rights: list[Any] = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(current.descriptor))]
+    def _begin_again(self, *unwritten: bytes | memoryview) -> None:
+        """Has frames of which nothing is written begun anew. TLS, which may have encrypted them, goes on."""
+        if isinstance(self._connection, TlsSocket):
+            self._left = [memoryview(each) for each in unwritten]
+        else:
+            self._begun, self._left = 0, []
+
+    def _end_write(self) -> None:
+        """Removes the frames that have been written."""
+        for _ in range(self._begun):
+            self._queue.popleft()
+        self._begun = 0
+
+    def _send_with_descriptor(self, frame: memoryview, descriptor: int) -> int:
+        """Writes the beginning of a frame together with its descriptor, which is closed then."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
         send = cast("Callable[..., int]", self._connection.sendmsg)
-        current.sent.extend(map(send, ([current.data],), (rights,), (socket.MSG_NOSIGNAL,)))
+        sent = send([frame], rights, socket.MSG_NOSIGNAL)
         with self._descriptor_lock:
             if self._descriptors:  # else `cut` has closed it
                 os.close(self._descriptors.popleft()[1])
+        return sent
 
     def _wait_for_writable(self) -> None:
         try:
             if not self._is_watched:
-                with contextlib.suppress(FileExistsError):  # Ctrl-C came before that was noted
-                    self._executor.watch(self._writable, WRITABLE, self._on_writable)
                 self._is_watched = True
-            self._executor.poller.watch_again(self._writable)
-        except OSError as error:
-            if error.errno is None:  # raised by the handler of a signal
-                raise
+                self._executor.watch(self._writable, WRITABLE, self._on_writable)
+            else:
+                self._executor.poller.watch_again(self._writable)
+        except OSError:
             self.cut()
 
     def _on_writable(self) -> bool:
         self._is_full = False
-        try:
-            self._flush()
-        except Exception:  # no memory, for one
-            self.cut()
-            raise
+        self._flush()
         return False  # `_flush` watches again where it has to
 
 

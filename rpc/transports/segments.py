@@ -32,10 +32,6 @@ class SegmentListener(Protocol):
     They raise ValueError if the peer contradicts itself, which costs the connection.
     """
 
-    @property
-    def returned(self) -> deque[int] | None:
-        """Takes numbers instead of `on_released`, from a thread that a signal may interrupt; None if it cannot."""
-
     def connect(self, connection: SegmentSender) -> None:
         """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
 

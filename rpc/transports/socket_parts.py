@@ -69,7 +69,7 @@ class SocketParts:
             on_malformed: called before that with the error if the peer has sent bytes that are no message.
         """
         segments = self.segments(peer.wire_id) if kind == UNIX else None
-        on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
+        on_envelope = partial(listener.on_envelope, peer)
         pulses = PulseExchange(self.pulse) if kind == UNIX else None
         made = EnvelopeSocket(
             kind,
@@ -78,7 +78,6 @@ class SocketParts:
             on_envelope,
             on_end,
             segments,
-            completion,
             on_malformed,
             pulses,
             self.allocate,

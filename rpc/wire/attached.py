@@ -48,17 +48,11 @@ def find_misplaced(payloads: Iterable[agent_pb2.Payload], nbytes: int, max_paylo
 
 @final
 class AttachedReader:
-    """Reads the payloads that came with one envelope: AnswerPayloads. `read` is a PayloadReader."""
+    """Reads the payloads that came with one envelope. `read` is a PayloadReader."""
 
     def __init__(self, envelope: agent_pb2.Envelope, attached: memoryview | None) -> None:
         """Args: envelope: the envelope. attached: the bytes that followed it; None if they are a field of it."""
         self._attached: Buffer = envelope.attached if attached is None else attached
-        self.is_released = False
-
-    def release(self) -> None:
-        """Keeps the bytes no longer."""
-        self.is_released = True
-        self._attached = b""
 
     def read(self, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes of a payload in the envelope, or attached to it; `find_misplaced` has found none."""

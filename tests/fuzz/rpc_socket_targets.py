@@ -26,7 +26,6 @@ from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import envelope_socket, frame_reader
-from gradwire.rpc.transports.answer_reader import Completion
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR, Handshake, RefusedError
@@ -155,9 +154,6 @@ def dial_offers(data: bytes) -> None:
 
 MAX_MAPPED_BYTES = 64 << 10
 
-ANSWER_ID = 77
-"""The envelope that a thread waits for; one of NUMBERS."""
-
 
 class _Executor:
     """Runs what is submitted at once. Tells whether the socket is watched."""
@@ -196,37 +192,24 @@ SOCKET_INPUTS = st.builds(
 
 
 def read_socket(data: bytes) -> None:
-    """Reads a socket of envelopes and segments; and again, as a thread does that waits for an answer."""
-    sent = [_descriptors()[each] for each in data[:4] if each < 3]
-    handled = _read_envelopes(data[4:], sent, by_waiter=False)
-    assert sorted(handled) == sorted(_read_envelopes(data[4:], sent, by_waiter=True))
-
-
-def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> list[bytes]:
-    """Returns the envelopes that were handled."""
+    """Reads a socket of envelopes and segments."""
+    descriptors, data = [_descriptors()[each] for each in data[:4] if each < 3], data[4:]
     before = len(os.listdir("/proc/self/fd"))
     executor: Any = _Executor()
     loop: Any = SimpleNamespace(call_soon_threadsafe=lambda *_: None)
     options = ChannelOptions(max_mapped_bytes=MAX_MAPPED_BYTES)
     segments = PeerSegments(loop, options, SegmentLimit(MIB, 16), SimpleNamespace(drop=list.clear))
-    handled: list[bytes] = []
     ends: list[str] = []
 
     def handle(envelope: agent_pb2.Envelope, *_: object) -> None:
-        handled.append(envelope.SerializeToString(deterministic=True))
         payload = envelope.body.segment
         with suppress(ValueError):
             segments.mapped.lease(payload.number, payload.nbytes)[:1] = b"w"
 
-    def completion(envelope: agent_pb2.Envelope, _future: object) -> Completion | None:
-        if envelope.id != ANSWER_ID or envelope.body.HasField("segment"):
-            return None
-        return Completion(lambda: handle(envelope, 0), lambda: None)
-
     ours, theirs = socket.socketpair()
     with theirs, mock.patch.dict(frame_reader._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):
         connection = EnvelopeSocket(
-            *("unix", ours, executor, handle, ends.append, segments, completion),
+            *("unix", ours, executor, handle, ends.append, segments),
             pulses=PulseExchange(Pulse()),
             allocate=BufferCache(MIB).allocate,
         )
@@ -235,9 +218,6 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
         if data:
             socket.send_fds(theirs, [data], descriptors)
         theirs.shutdown(socket.SHUT_WR)
-        if by_waiter and data:
-            with connection.reading:
-                _read_answer(connection)
         while executor.is_watched:
             connection.on_readable()
         connection.close()
@@ -245,19 +225,6 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
     assert segments.mapped._mapped_bytes <= MAX_MAPPED_BYTES
     segments.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    return handled
-
-
-def _read_answer(connection: EnvelopeSocket) -> None:
-    """Does what the thread does that waits for an answer."""
-    connection.received.append(connection.receive(*connection.receive_args[0]))
-    future: Any = None
-    with suppress(envelope_socket.DecodeError):
-        answer = connection.find_answer(future)
-        if answer is not None:
-            for take, *args in answer.taking:
-                take(*args)
-            answer.completion.complete()
 
 
 # Bulk connections.

@@ -11,7 +11,7 @@ from gradwire.rpc.execution import scheduler
 
 from tests.bad_network import hurry
 from tests.remote_functions import wait_until
-from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
+from tests.rpc.interruption import UNINTERRUPTED, Interruption
 
 PAYLOADS = ["first", "x" * 5000, "last"]
 """The second is too large to be attached."""
@@ -65,7 +65,7 @@ def test_the_attachment_of_messages_may_be_interrupted_at_any_moment(notes, monk
             with Interruption(moment):
                 notes.a.post(notes.b.info, MessageType.CONTROL, None)
             uninterrupted += 1
-        except InterruptError:
+        except KeyboardInterrupt:
             uninterrupted = 0
         moment += 1
         notes.check()
@@ -79,7 +79,7 @@ def test_the_sending_of_messages_may_be_interrupted_at_any_moment(notes):
             with Interruption(moment):
                 notes.send()
             uninterrupted += 1
-        except InterruptError:
+        except KeyboardInterrupt:
             uninterrupted = 0
         moment += 1
         notes.send()  # a later message is sent, and takes an interrupted one along

@@ -1,4 +1,4 @@
-"""A wait that is interrupted loses neither its answer nor a segment, wherever a signal handler raises."""
+"""A wait during which Ctrl-C comes loses neither its answer nor a segment, at whatever moment."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from gradwire.rpc.contracts.agent import current_agent
 from tests.remote_functions import wait_until
 from tests.rpc.channels.segments import MIB, segments_in_use, used_bytes
 from tests.rpc.execution.test_waiting_threads import nothing_is_pending
-from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
+from tests.rpc.interruption import UNINTERRUPTED, Interruption
 
 ELEMENTS = MIB // 4
 
@@ -40,7 +40,7 @@ def interrupt_at_each_moment(path: str, value: torch.Tensor) -> int:
             if interruption.waits:  # else another thread has, with fewer moments: once more
                 uninterrupted += 1
                 moment += 1
-        except InterruptError:
+        except KeyboardInterrupt:
             uninterrupted = 0
             moment += 1
         values.append(future.wait())

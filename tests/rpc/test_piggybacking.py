@@ -1,6 +1,5 @@
 """Control messages, and answers that nobody waits for, travel with other messages to the same worker."""
 
-import contextlib
 import gc
 import pickle
 import threading
@@ -27,7 +26,6 @@ from gradwire.rref.forks import References
 
 from tests.bad_network import hurry
 from tests.remote_functions import add, wait_until
-from tests.rpc.interruption import InterruptError
 
 FOREVER_S = 3600.0
 
@@ -346,28 +344,6 @@ def test_control_messages_are_attached_to_an_answer(pair):
     b.control.send(a.info, "note", 1, urgent=False)
     call(a, b)
     wait_until(lambda: processes_what_came(a) and got == [1])
-
-
-def test_what_is_attached_to_an_answer_is_processed_if_a_signal_interrupts_that(pair, monkeypatch):
-    a, b = pair
-    got: list[int] = []
-    a.control.on("note", lambda _sender, payload: got.append(payload))
-    receive, interrupted = a._codec.receive_control, []
-
-    def interrupt(source: WorkerInfo, envelope: agent_pb2.Envelope, **options: bool) -> None:
-        if threading.current_thread() is threading.main_thread() and not interrupted:
-            interrupted.append(envelope.id)
-            raise InterruptError
-        receive(source, envelope, **options)
-
-    monkeypatch.setattr(a._codec, "receive_control", interrupt)
-    sent = 0
-    while not interrupted:  # until this thread is the one that reads the answer
-        sent += 1
-        b.control.send(a.info, "note", sent, urgent=False)
-        with contextlib.suppress(InterruptError):
-            call(a, b)
-    wait_until(lambda: processes_what_came(a) and len(got) == sent, seconds=2)
 
 
 def test_a_message_to_which_nothing_can_be_attached_is_sent(pair, monkeypatch):

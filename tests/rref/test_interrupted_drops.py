@@ -1,9 +1,6 @@
-"""The handler of a signal may raise while a reference is dropped: its owner is told all the same, and once.
+"""Ctrl-C may come while a reference is dropped: its owner is told all the same, and once."""
 
-Not if it raises before the first step of a finalizer, which then does not run.
-"""
-
-import sys
+from contextlib import suppress
 from typing import Any
 
 from gradwire import rpc
@@ -12,7 +9,7 @@ from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.execution import scheduler
 
 from tests.remote_functions import add, wait_until
-from tests.rpc.interruption import FINALIZERS, UNINTERRUPTED, Interruption
+from tests.rpc.interruption import UNINTERRUPTED, Interruption
 
 deleted: list[Any] = []
 
@@ -45,16 +42,16 @@ def drop_at_each_moment() -> tuple[int, int]:
     Returns:
         How often it has, and how many references it has dropped.
     """
-    sys.unraisablehook = lambda _: None  # Python reports what is raised in a finalizer
     scheduler.LINGER_S = 0.001
     moment, uninterrupted = 1, 0
     while uninterrupted < UNINTERRUPTED:
         rref = rpc.remote("worker1", add, (1, 2))
         assert rref.to_here() == 3
         wait_until(rref.confirmed_by_owner, pause=0.001)
-        with Interruption(moment, finalizers=FINALIZERS | {"__del__"}) as interruption:
+        interruption = Interruption(moment)
+        with suppress(KeyboardInterrupt), interruption:
             del rref
-        uninterrupted = 0 if interruption.has_raised else uninterrupted + 1
+        uninterrupted = 0 if interruption.has_come else uninterrupted + 1
         moment += 1
         wait_until(lambda: count("num_user_rrefs") == 0, seconds=5, pause=0.001)
     return moment - 1 - uninterrupted, moment - 1

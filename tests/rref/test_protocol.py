@@ -70,7 +70,7 @@ def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
     bad = [BadNetwork(agent, seed * 10 + agent.info.id, (MessageType.CONTROL,)) for agent in made]
     kept.clear()
     run_schedule(made, seed, 300)
-    assert sum(network.lost for network in bad) > 5
+    assert sum(network.lost for network in bad) > 0
     kept.clear()
 
     def clean() -> bool:

@@ -4,9 +4,7 @@ All connections of a bundle take parts from one queue, each when its socket has 
 a large payload uses all connections, and does not hold up a smaller one behind it.
 
 The thread that sends a payload also writes, as far as the socket takes it, and threads of the executor go on when
-there is space. Ctrl-C may interrupt the main thread between any two steps. So threads that are not the executor's
-write once, and what has been written is noted by the same call: a C function that a signal does not interrupt.
-What is left to do is handed over to the executor in the same way.
+there is space.
 """
 
 import contextlib
@@ -16,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import final
 
 from ....c10d.inheritance import at_fork
@@ -105,79 +102,11 @@ class SendingBundle:
         if self.has_ended:
             return
         payload = _Payload(transfer_id, data)
-        if self._executor.is_current:
-            self._put(payload)
-        else:
-            self._put_interruptibly(payload)
-
-    def _put_interruptibly(self, payload: _Payload) -> None:
-        """Writes what an idle connection takes of the first part; has the executor do the rest."""
-        poller = self._executor.poller
-        part = payload.next_part()
-        taken: list[_SendingConnection] = []
-        sent: list[int] = []
-        first = first_bytes(part, MAX_AT_ONCE)
-        go_on = partial(self._continue, payload, part, taken, sent)
-        try:
-            taken.extend(map(self._idle.pop, (-1,)))
-            sent.extend(map(taken[0].socket.sendmsg, (first,), ((),), (socket.MSG_NOSIGNAL,)))
-            if payload.count == 1 and sent[0] == part[0].nbytes + part[1].nbytes:
-                self._idle.extend(map(taken.pop, (0,)))
-                if self.has_ended:
-                    self._idle.clear()
-        except (IndexError, BlockingIOError):  # none is idle, or its socket is full
-            pass
-        except OSError as error:
-            if error.errno is None:  # raised by the handler of a signal
-                raise
-            self.end(f"broke: {error}")
-        finally:
-            # Only C functions from here on, one in each block: a signal interrupts none of them.
-            if taken or not sent:
-                try:
-                    poller.handed_over.append((-1, go_on))
-                finally:
-                    poller.wake()
-            elif self._payloads:  # queued by a thread that found no idle connection
-                try:
-                    poller.handed_over.append((-1, self._write_queued))
-                finally:
-                    poller.wake()
-
-    def _continue(
-        self, payload: _Payload, part: list[memoryview], taken: "list[_SendingConnection]", sent: list[int]
-    ) -> None:
-        """Sends what remains of a payload.
-
-        Args:
-            payload: the payload.
-            part: its first part.
-            taken: the connection that writes this part, if there is one.
-            sent: how many bytes of the part have been written, if any have.
-        """
-        if taken:
-            taken[0].start_part(part, sum(sent))
-        else:
-            payload.next_number = 0
-        self._put(payload, *taken)
-
-    def _write_queued(self) -> None:
-        for connection in self._take_idle(1):
-            connection.write()
-
-    def _put(self, payload: _Payload, *taken: "_SendingConnection") -> None:
-        """Queues what remains of a payload, and writes. Runs on a thread of the executor.
-
-        Args:
-            payload: the payload.
-            taken: a connection that writes its first part, if there is one.
-        """
         with self._lock:
             if self.has_ended:
                 return
-            if (count := payload.count - payload.next_number) > 0:
-                self._payloads.append(payload)
-        connections = [*taken, *self._take_idle(count)]
+            self._payloads.append(payload)
+        connections = self._take_idle(payload.count)
         for connection in connections[1:]:
             connection.wake()
         if connections:
@@ -255,10 +184,6 @@ class _SendingConnection:
         self._executor = executor
         self._buffers: list[memoryview] = []
         """What remains to be written of a part."""
-
-    def start_part(self, buffers: list[memoryview], sent: int) -> None:
-        """Sets the part that is being written, of which `sent` bytes have been."""
-        self._buffers = without_first(buffers, sent)
 
     def __del__(self) -> None:
         self.socket.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
@@ -11,12 +11,10 @@ from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ...wire.gathered import Gathered
 from ..base import PayloadLostError, check_size
-from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
-from .answer_leases import AnswerLeases, LeasedSegments, SegmentPlace, segment_place
 from .broadcast import SegmentBroadcast
 from .leases import Memory
-from .mapping import MAX_SEGMENTS, Mapping
+from .mapping import MAX_SEGMENTS
 from .peer import PeerSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
@@ -165,33 +163,6 @@ class SharedMemoryChannel:
             if former is not None and number <= former.highest(sent_back=payload.segment.sent_back):
                 raise PayloadLostError("its connection broke before it was read") from None
             raise
-
-    def answer_leases(self, peer: int, payloads: Iterable[agent_pb2.Payload]) -> AnswerLeases | None:
-        """Returns what reads the payloads of an answer on the thread that waits for it. Has no effect before that.
-
-        Returns None if some of them are neither in the envelope nor in segments that can be read so. Called by the
-        thread that reads the socket.
-        """
-        state = self._peers.get(peer)
-        if state is None:
-            return None
-        found: dict[SegmentPlace, tuple[LeasedSegments, Mapping]] = {}
-        for payload in payloads:
-            if is_payload_inline(payload):
-                continue
-            place, nbytes = segment_place(payload), payload.segment.nbytes
-            if not payload.HasField("segment") or nbytes > self._options.max_payload_bytes or place in found:
-                return None
-            if place.is_sent_back:
-                segments: LeasedSegments = state.pool
-                mapping = state.pool.find(state, place.number, nbytes)
-            else:
-                segments = state.mapped
-                mapping = state.mapped.find(place.number, nbytes)
-            if mapping is None:
-                return None
-            found[place] = segments, mapping
-        return AnswerLeases(found)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Gives the segment back."""

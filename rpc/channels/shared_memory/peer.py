@@ -3,21 +3,20 @@
 import asyncio
 import contextlib
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.segments import SegmentSender
 from ...wire.gathered import Gathered
 from ..segment_limit import SegmentLimit
-from .mapping import MAX_SEGMENTS, address_and_size
+from .mapping import address_and_size
 from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
-__all__ = ["PeerSegments", "describe"]
+__all__ = ["PeerSegments", "SegmentPlace", "describe", "segment_place"]
 
 FLUSH_AFTER_S = 0.02
 """Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
@@ -26,6 +25,19 @@ FLUSH_AFTER_S = 0.02
 def describe(number: int, nbytes: int, *, sent_back: bool = False) -> agent_pb2.Payload:
     """Returns the description of a payload of `nbytes` in a segment, maybe one that goes back to its maker."""
     return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, sent_back=sent_back))
+
+
+class SegmentPlace(NamedTuple):
+    """The segment of a payload."""
+
+    number: int
+    is_sent_back: bool
+    """Whether it is one of the receiver's own."""
+
+
+def segment_place(payload: agent_pb2.Payload) -> SegmentPlace:
+    """Returns the segment of a payload."""
+    return SegmentPlace(payload.segment.number, payload.segment.sent_back)
 
 
 @final
@@ -112,13 +124,6 @@ class PeerSegments:
 
     # The frames about segments.
 
-    @property
-    def returned(self) -> deque[int] | None:
-        """Where to put numbers in place of calling `on_released`; None if others than `pool` have to know them."""
-        if self.shared_pools or self.on_others_released is not None or len(self.pool.returned) >= MAX_SEGMENTS:
-            return None
-        return self.pool.returned
-
     def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
         """Maps a segment of the other worker."""
         self.mapped.add(number, size, descriptor, is_shared=is_shared)
@@ -147,12 +152,10 @@ class PeerSegments:
 
     def lease_own(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes that came back in a segment of this worker. Raises ValueError if it was not there."""
-        mapping = self.pool.find(self, number, nbytes)
-        if mapping is None:
+        leased = self.pool.lease(self, number, nbytes)
+        if leased is None:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}, which it has not got")
-        buffer = mapping.buffer()
-        self.pool.note_lease(number, buffer)
-        return memoryview(buffer).cast("B")[:nbytes]
+        return leased
 
     # Giving back.
 

@@ -156,22 +156,8 @@ class MappedSegments:
         if mapped.is_private and self._are_written_to:
             return self._copy(number, memoryview(mapped.buffer()).cast("B")[:nbytes])
         buffer = mapped.buffer()
-        self.note_lease(number, buffer)
-        return memoryview(buffer).cast("B")[:nbytes]
-
-    def note_lease(self, number: int, buffer: Memory) -> None:
-        """Has a segment given back when nothing refers to this buffer of its bytes any more."""
         self._leases.begin(number, buffer)
-
-    def is_leased(self, number: int) -> bool:
-        """Returns whether the bytes in a segment are in use."""
-        return number in self._leases
-
-    def find(self, number: int, nbytes: int) -> Mapping | None:
-        """Returns the memory of a segment whose bytes AnswerLeases can lease; None if they are left to `lease`."""
-        mapped = self._maps.get(number)
-        is_usual = mapped is not None and not mapped.is_private and number not in self._leases
-        return mapped if mapped is not None and is_usual and 0 < nbytes <= mapped.size else None
+        return memoryview(buffer).cast("B")[:nbytes]
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...wire.gathered import Gathered
 from ..segment_limit import SegmentLimit
-from .leases import Leases, Memory
+from .leases import Leases
 from .mapping import SEALS, Mapping, may_send_back
 
 __all__ = ["Segment", "SegmentPool"]
@@ -44,7 +44,7 @@ class Segment:
         self.number = number
         self.size = size
         self.holders: set[Hashable] = set()
-        """The receivers that may use its bytes, or `HERE`. Changed with the lock of its pool, or to {HERE}."""
+        """The receivers that may use its bytes, or `HERE`. Changed with the lock of its pool."""
         self.is_spent = False
         """Whether no other bytes may be put into it: a child that somebody has forked may read those that are."""
         self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -96,10 +96,6 @@ class SegmentPool:
         """The segments that no receiver uses, by size. The last one was used last."""
         self._in_use: dict[int, Segment] = {}
         """The segments that some receiver has the bytes of, by number."""
-        self.returned: deque[int] = deque()
-        """The numbers of segments that the only receiver has given back, and that are in `_in_use` all the same.
-
-        Anyone may add some without the lock, by one C function, which a signal does not interrupt."""
         self.spent: list[Segment] = []
         """Those that are dropped for the children that may read them, and that the receivers may still know."""
         self._ended_here: deque[int] = deque()
@@ -123,7 +119,7 @@ class SegmentPool:
         with self._lock:
             if self._is_closed:
                 return None
-            self._take_returned()
+            self._take_ended()
             segment = free.pop() if (free := self._free.get(size)) else None
             if segment is not None:
                 self._lend(segment)
@@ -159,7 +155,7 @@ class SegmentPool:
     def take_back(self, receiver: Hashable, numbers: Iterable[int]) -> None:
         """Takes back segments that a receiver does not use any more. Numbers of others are ignored."""
         with self._lock:
-            self._take_returned()
+            self._take_ended()
             for number in numbers:
                 if (segment := self._in_use.get(number)) is not None:
                     self._return(segment, receiver)
@@ -172,25 +168,19 @@ class SegmentPool:
                     segment.is_spent = True
         self.take_back(receiver, numbers)
 
-    def find(self, receiver: Hashable, number: int, nbytes: int) -> Mapping | None:
-        """Returns the memory of a segment that its receiver sends back with bytes; None if it may not.
+    def lease(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
+        """Returns the bytes that the only receiver of a segment sends back in it; None if it may not.
 
-        Takes no lock, as `note_lease`: the handler of a signal may send something while a thread reads an answer.
+        The segment is free again when nothing refers to them any more.
         """
-        segment = self._in_use.get(number)
-        if segment is None or segment.holders != {receiver} or not may_send_back(nbytes, segment.size):
-            return None
-        return segment.mapping
-
-    def is_leased(self, number: int) -> bool:
-        """Returns whether bytes that came back in a segment are in use here."""
-        return number in self._leases
-
-    def note_lease(self, number: int, buffer: Memory) -> None:
-        """Has a segment that came back free again when nothing refers to this buffer of its bytes any more."""
-        if (segment := self._in_use.get(number)) is not None:
+        with self._lock:
+            segment = self._in_use.get(number)
+            if segment is None or segment.holders != {receiver} or not may_send_back(nbytes, segment.size):
+                return None
             segment.holders = {HERE}
+        buffer = segment.mapping.buffer()
         self._leases.begin(number, buffer)
+        return memoryview(buffer).cast("B")[:nbytes]
 
     def discard(self, segment: Segment) -> None:
         """Drops a segment that has been put, of which no receiver has been told."""
@@ -227,14 +217,14 @@ class SegmentPool:
     def take_spent(self) -> list[Segment]:
         """Drops the segments that children may read, when nobody else uses them any more, and returns them."""
         with self._lock:
-            self._take_returned()
+            self._take_ended()
             dropped, self.spent = self.spent, []
         return dropped
 
     def close_if_empty(self) -> bool:
         """Makes no segment any more if there is none now; returns whether that is so."""
         with self._lock:
-            self._take_returned()
+            self._take_ended()
             if not self._in_use and not any(self._free.values()):
                 self._is_closed = True
             return self._is_closed
@@ -250,7 +240,7 @@ class SegmentPool:
 
     def _drop_free(self) -> list[Segment]:
         with self._lock:
-            self._take_returned()
+            self._take_ended()
             dropped = [segment for segments in self._free.values() for segment in segments]
             self._free.clear()
         self._limit.release([segment.size for segment in dropped])
@@ -274,19 +264,13 @@ class SegmentPool:
                 self.spent.append(segment)
                 self._limit.release([segment.size])
         elif segment.number in self._in_use:
-            # By one C function: a signal must not leave it in neither.
-            self._free[segment.size].extend(map(self._in_use.pop, (segment.number,)))
+            self._free[segment.size].append(self._in_use.pop(segment.number))
 
-    def _take_returned(self) -> None:
-        """Sets the segments in `returned` and `_ended_here` free. Called before any segment is used again.
-
-        So it can be interrupted, and begun again: a number that is still there is of a segment that is free. A
-        receiver cannot return what it has sent back.
-        """
-        for numbers, is_here in ((self.returned, False), (self._ended_here, True)):
-            while numbers:
-                segment = self._in_use.get(numbers[0])
-                if segment is not None and (is_here or HERE not in segment.holders):
-                    segment.is_spent |= is_here and self._leases.is_pinned(segment.number)
-                    self._set_free(segment)
-                numbers.popleft()
+    def _take_ended(self) -> None:
+        """Sets the segments in `_ended_here` free. Called before any segment is used again."""
+        while self._ended_here:
+            number = self._ended_here.popleft()
+            segment = self._in_use.get(number)
+            if segment is not None and HERE in segment.holders:
+                segment.is_spent |= self._leases.is_pinned(number)
+                self._set_free(segment)

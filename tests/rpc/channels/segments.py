@@ -31,9 +31,7 @@ def segments_in_use():
     """Returns how many segments the peers of this worker have not given back, and how many it has leased."""
     peers = channel()._peers.values()
     pools = [peer.pool for peer in peers]
-    lent = [
-        number for pool in pools for number in pool._in_use if number not in (*pool.returned, *pool._ended_here)
-    ]
+    lent = [number for pool in pools for number in pool._in_use if number not in pool._ended_here]
     return len(lent), sum(len(peer.mapped._leases) for peer in peers)
 
 

@@ -19,6 +19,7 @@ from gradwire.rpc.channels.bulk.parts import PART_BYTES
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
 from tests.rpc.channels.segments import network
+from tests.rpc.interruption import ctrl_c_within
 from tests.rpc.test_several_hosts import join_all, master
 from tests.stopped import stopped
 
@@ -446,26 +447,13 @@ def test_workers_leave_while_payloads_travel(pair):
 
 def call_and_interrupt(rounds):
     """Interrupts the main thread at random moments while it sends large payloads."""
-    interrupted = []
-
-    def interrupt(*_):
-        interrupted.append(True)  # a finalizer drops what is raised
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
     chance = random.Random(0)
     data = [chance.randbytes(nbytes) for nbytes in (THRESHOLD, 2 * THRESHOLD, MIB, 3 * MIB)]
     for _ in range(rounds):
-        with contextlib.suppress(KeyboardInterrupt):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.005))
-                while not interrupted:
-                    rpc.rpc_async("worker1", len, (chance.choice(data),))
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                interrupted.clear()
+        with contextlib.suppress(KeyboardInterrupt), ctrl_c_within(0.005, chance):
+            while True:
+                rpc.rpc_async("worker1", len, (chance.choice(data),))
         assert [rpc.rpc_sync("worker1", identity, (each,)) for each in data] == data
-    signal.signal(signal.SIGALRM, before)
 
 
 def test_ctrl_c_while_sending_leaves_the_connections_whole(pair):

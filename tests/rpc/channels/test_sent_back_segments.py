@@ -353,20 +353,16 @@ def test_only_the_receiver_gives_a_segment_back_and_once():
     segment, _ = pool.put(memoryview(b"some bytes"))
     size = segment.size
     for number, nbytes in ((segment.number + 1, size), (segment.number, 0), (segment.number, size // 4 - 1)):
-        assert pool.find("receiver", number, nbytes) is None
-    assert pool.find("receiver", segment.number, size + 1) is None
-    assert pool.find("another one", segment.number, size) is None
-    with pool._lock:  # in the handler of a signal that interrupts a thread which holds it
-        mapping = pool.find("receiver", segment.number, size // 4)
-        buffer = mapping.buffer()
-        pool.note_lease(segment.number, buffer)
-    assert pool.find("receiver", segment.number, size) is None
+        assert pool.lease("receiver", number, nbytes) is None
+    assert pool.lease("receiver", segment.number, size + 1) is None
+    assert pool.lease("another one", segment.number, size) is None
+    leased = pool.lease("receiver", segment.number, size // 4)
+    assert pool.lease("receiver", segment.number, size) is None
     pool.take_back("receiver", [segment.number])
-    pool.returned.append(segment.number)
     other, _ = pool.put(memoryview(b"others"))
     assert other is not segment
-    assert bytes(buffer[:4]) == b"some"
-    del buffer
+    assert leased[:4] == b"some"
+    del leased
     assert pool.put(memoryview(b"others")) == (segment, False)
     for each in (segment, other):
         os.close(each.descriptor)

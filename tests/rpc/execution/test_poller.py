@@ -16,10 +16,10 @@ class EndingConnection:
     Such a thread learns of a hang-up even while the descriptor is watched for nothing, and closes the descriptor.
     """
 
+    is_completing = False
+
     def __init__(self, poller: Poller) -> None:
         self.poller = poller
-        self.reading = threading.Lock()
-        self.received: list[Any] = []
         self.socket, self.other = socket.socketpair()
         self.descriptor = os.dup(self.socket.fileno())
         self.is_read = False
@@ -36,10 +36,14 @@ class EndingConnection:
             self._end()
         return self._end
 
-    def can_be_read(self) -> bool:
+    def begin_reading(self) -> bool:
         return True
 
-    def release_library(self) -> None:
+    def read(self) -> bool:
+        self.is_read = self.is_completing = True
+        return True
+
+    def end_reading(self) -> None:
         pass
 
 
@@ -52,13 +56,11 @@ def poller() -> Iterator[Poller]:
 
 def test_a_thread_that_has_read_may_find_the_connection_closed(poller):
     connection = EndingConnection(poller)
+    waiter = poller.waiter
+    assert waiter is not None
     with connection.socket, connection.other:
-
-        def use(held: list[bool]) -> None:
-            assert held == [True]
-            connection.is_read = True
-
-        poller.read_here(connection, use)
+        connection.other.send(b"x")
+        poller.read_here(connection, waiter, connection)
     assert connection.is_read
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(connection.descriptor)

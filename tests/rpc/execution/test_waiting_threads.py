@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import threading
-import types
 from collections import deque
 from typing import Any
 
@@ -15,62 +14,32 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcCancelledError
-from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.shared_memory.answer_leases import AnswerLeases
-from gradwire.rpc.contracts.messages import Buffer
 from gradwire.rpc.execution.futures import Future
 from gradwire.rpc.execution.latch import acquire
 from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
 from tests.rpc.channels.segments import MIB, segments_in_use, used_bytes
-
-MAX_IN_A_ROW = 3
-"""Signals that interrupt one call, which hit its cleaning up too."""
-
-NEXT_AFTER_S = 2e-5
-"""Seconds from one of them to the next. A timer that repeats itself would leave, on a busy machine, time for
-nothing but the handler."""
+from tests.rpc.interruption import ctrl_c_within
 
 ELEMENTS = MIB // 8
 """Of a tensor that travels in a segment."""
 
 
-class AlarmError(BaseException):
-    """Is raised by the handler of a signal, as KeyboardInterrupt is by that of Ctrl-C."""
-
-
 def wait_and_interrupt(rounds: int) -> int:
     """Interrupts the main thread at random moments while it waits for answers; returns how often."""
-    left = interrupts = turn = 0
-    sends = False
-
-    def interrupt(_: int, frame: types.FrameType | None) -> None:
-        nonlocal left
-        if not left:
-            return
-        signal.setitimer(signal.ITIMER_REAL, NEXT_AFTER_S)
-        if frame is not None and frame.f_code not in (wait_and_interrupt.__code__, interrupt.__code__):
-            left = 0 if sends else left - 1  # a send is rolled back, which a second signal may interrupt
-            raise AlarmError
-
-    signal.signal(signal.SIGALRM, interrupt)
+    interrupts = turn = 0
     chance = random.Random(0)
     for number in range(rounds):
         future: torch.futures.Future[int] | None = None
-        left = chance.randrange(1, MAX_IN_A_ROW + 1)
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(5e-5, 1e-3))
         try:
-            while left:
-                sends = True
-                turn += 1
-                future = rpc.rpc_async(f"worker{1 + turn % 2}", identity, (number,))
-                sends = False
-                assert future.wait_alone() == number
-        except AlarmError:
+            with ctrl_c_within(1e-3, chance):
+                while True:
+                    turn += 1
+                    future = rpc.rpc_async(f"worker{1 + turn % 2}", identity, (number,))
+                    assert future.wait_alone() == number
+        except KeyboardInterrupt:
             interrupts += 1
-        left = 0
-        signal.setitimer(signal.ITIMER_REAL, 0)
         assert future is None or future.wait() == number
         for name in ("worker1", "worker2"):
             assert rpc.rpc_sync(name, identity, (-number,)) == -number
@@ -95,45 +64,23 @@ def test_an_interrupted_wait_loses_no_answer(workers, transports):
 
 
 def interrupt_large_answers(rounds: int) -> int:
-    """Does what `wait_and_interrupt` does with answers that lie in segments; signals come during waits only.
-
-    Tensors are dropped when no signal comes: Python drops what is raised in a finalizer.
-    """
-    left = interrupts = 0
-    waits = False
-
-    def interrupt(_: int, frame: types.FrameType | None) -> None:
-        nonlocal left
-        if not waits or not left:
-            return
-        signal.setitimer(signal.ITIMER_REAL, NEXT_AFTER_S)
-        if frame is not None and frame.f_code not in (interrupt_large_answers.__code__, interrupt.__code__):
-            left -= 1
-            raise AlarmError
-
-    signal.signal(signal.SIGALRM, interrupt)
+    """Does what `wait_and_interrupt` does with answers that lie in segments."""
+    interrupts = 0
     chance = random.Random(1)
     kept: deque[tuple[int, torch.Tensor]] = deque(maxlen=4)
     for number in range(rounds):
         tensor = torch.full((ELEMENTS,), number)
         futures: list[Future[torch.Tensor]] = []
-        received: list[torch.Tensor] = []
-        left = chance.randrange(1, MAX_IN_A_ROW + 1)
         try:
-            while left:
-                futures.append(rpc.rpc_async("worker1", identity, (tensor,)))
-                waits = True
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
-                received.append(futures[-1].wait_alone())
-                waits = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except AlarmError:
+            with ctrl_c_within(1e-3, chance):
+                while True:
+                    futures.append(rpc.rpc_async("worker1", identity, (tensor,)))
+                    futures[-1].wait_alone()
+        except KeyboardInterrupt:
             interrupts += 1
-        left, waits = 0, False
-        signal.setitimer(signal.ITIMER_REAL, 0)
         received = [future.wait() for future in futures]
         assert all(torch.equal(each, tensor) for each in received)
-        kept.append((number, received[-1]))
+        kept.append((number, received[-1] if received else tensor))
         # A segment that is given back while its bytes are in use is filled with others.
         assert all(bool((each == filled).all()) for filled, each in kept)
     return interrupts
@@ -147,24 +94,16 @@ def test_an_interrupted_wait_loses_no_segment(two_workers):
         worker.run(wait_until, lambda: gc.collect() >= 0 and segments_in_use() == (0, 0))
 
 
-def test_the_thread_that_waits_reads_answers_in_segments(two_workers):
+def test_a_segment_comes_back_with_the_answer(two_workers):
     a, _ = two_workers
 
-    def call_until_read_here() -> int:
-        readers = set()
-        read = AnswerLeases.read
-
-        def note_thread(leases: AnswerLeases, payload: agent_pb2.Payload) -> Buffer:
-            readers.add(threading.get_ident())
-            return read(leases, payload)
-
-        AnswerLeases.read = note_thread  # type: ignore[method-assign]
+    def call_again_and_again() -> int:
         tensor = torch.ones(ELEMENTS)
-        while threading.get_ident() not in readers:  # another thread may be the first to see an answer
+        for _ in range(100):
             assert torch.equal(rpc.rpc_sync("worker1", identity, (tensor,)), tensor)
         return used_bytes()
 
-    assert a.run(call_until_read_here) == 4 * ELEMENTS, "its segment comes back with the answer"
+    assert a.run(call_again_and_again) == 4 * ELEMENTS
 
 
 def call_in_handler(count: int) -> list[str]:

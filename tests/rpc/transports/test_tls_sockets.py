@@ -1,13 +1,10 @@
-"""A socket with TLS carries bytes as one without does, however they are split, and loses none to a signal."""
+"""A socket with TLS carries bytes as one without does, however they are split."""
 
-import concurrent.futures
 import random
 import select
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 from gradwire.rpc.channels.bulk.parts import PART_BYTES
@@ -216,82 +213,3 @@ def test_a_send_that_is_not_complete_is_called_again_and_sends_once():
         receiver.recv()
     for end in (receiver, sender):
         end.close()
-
-
-class AlarmError(Exception):
-    """Is raised by the handler of a signal."""
-
-
-def send_and_receive_interrupted(rounds: int) -> bool:
-    """Sends and receives on the main thread, as often as signals interrupt it; returns whether all went well."""
-    receiver, sender = tls_pair()
-    chance = random.Random(0)
-
-    def interrupt(*_: object) -> None:
-        raise AlarmError
-
-    signal.signal(signal.SIGALRM, interrupt)
-    sizes = [2, 5, 100, RECORD_BYTES + 1, 3 * RECORD_BYTES]
-    data, counts, chunks = b"first", list[int](), list[bytes]()
-    for _ in range(rounds):
-        with pytest.raises(AlarmError):
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 4e-4))
-            while True:
-                if not counts:
-                    counts.extend(map(sender.send, (data,)))
-                while sum(map(len, chunks)) < counts[0]:
-                    receiver.receive(chunks, [True])
-                if b"".join(chunks) != data[: counts[0]]:
-                    return False
-                other = chance.randbytes(chance.choice(sizes))
-                data, counts, chunks = other, [], []
-    return True
-
-
-def test_signals_interrupt_it_and_nothing_is_lost(workers):
-    (worker,) = workers(1)
-    assert worker.run(send_and_receive_interrupted, 1000)
-
-
-def receive_in_handler(rounds: int) -> bool:
-    """Has another thread read when the handler of a signal, which has interrupted a read, is about to wait.
-
-    Returns:
-        Whether all that was sent has been received, in order, by the two threads together.
-    """
-    receiver, sender = tls_pair()
-    chance = random.Random(0)
-    sent: list[bytes] = []
-    chunks: list[bytes] = []
-    held: list[bool] = []
-
-    def receive_and_send() -> None:
-        with suppress(BlockingIOError):
-            chunks.append(receiver.recv())
-        receiver.send(b"from the other thread")
-
-    def handler(*_: object) -> None:
-        held.clear()
-        receiver.release_library()
-        receiver.send(b"from the handler")
-        other.submit(receive_and_send).result(20)
-
-    signal.signal(signal.SIGALRM, handler)
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        other.submit(int).result()
-        for _ in range(rounds):
-            held = [True]
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 2e-4))
-            while held == [True]:
-                sent.append(chance.randbytes(chance.choice([5, 100, 2 * RECORD_BYTES])))
-                sender.send(sent[-1])
-                receiver.receive(chunks, held)
-            with suppress(BlockingIOError):
-                chunks.append(receiver.recv())
-            sender.recv()
-    return b"".join(chunks) == b"".join(sent)
-
-
-def test_a_signal_handler_may_have_another_thread_read(workers):
-    (worker,) = workers(1)
-    assert worker.run(receive_in_handler, 1000)

@@ -15,6 +15,7 @@ from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import network
+from tests.rpc.interruption import ctrl_c_within
 from tests.stopped import stopped
 
 
@@ -205,19 +206,15 @@ def test_unknown_transports_are_refused(transports):
 
 def call_and_interrupt(rounds):
     """Interrupts the main thread at random moments while it sends; returns how often."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     chance, interrupts = random.Random(0), 0
     for number in range(rounds):
         try:
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.002))
-            while True:
-                rpc.rpc_async("worker1", len, (bytes(chance.randrange(20_000)),))
+            with ctrl_c_within(0.002, chance):
+                while True:
+                    rpc.rpc_async("worker1", len, (bytes(chance.randrange(20_000)),))
         except KeyboardInterrupt:
             interrupts += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         assert rpc.rpc_sync("worker1", identity, (number,)) == number
-    signal.signal(signal.SIGALRM, before)
     return interrupts
 
 

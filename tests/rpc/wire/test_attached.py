@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.options import MAX_ATTACHED_BYTES
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.futures import Future
-from gradwire.rpc.transports.answer_reader import AnswerRest, Completion
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import READ_BYTES
 from gradwire.rpc.transports.outbox import Outbox
@@ -31,12 +31,19 @@ MIB = 1 << 20
 TCP = ("tcp", "grpc")
 
 Received = tuple[Any, ...]
+Allocate = Callable[[int], memoryview]
+
+
+def _allocate(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
 
 
 class End:
     """One end of a connection, which gets all that arrives; a thread may wait for the envelope `answer`."""
 
-    def __init__(self, connection: socket.socket, executor: Executor, answer: int = -1) -> None:
+    def __init__(
+        self, connection: socket.socket, executor: Executor, answer: int = -1, allocate: Allocate = _allocate
+    ) -> None:
         self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self.completed: list[Received] = []
         self.reasons: list[str] = []
@@ -46,17 +53,17 @@ class End:
             "tcp",
             connection,
             executor,
-            lambda *arrived: self.received.put(arrived),
+            self.on_envelope,
             self.reasons.append,
-            completion=self.complete,
+            allocate=allocate,
         )
 
-    def complete(
-        self, envelope: agent_pb2.Envelope, _future: object, attached: memoryview | None = None
-    ) -> Completion | None:
-        if envelope.id != self.answer:
-            return None
-        return Completion(lambda: self.completed.append((envelope, attached)), lambda: None)
+    def on_envelope(self, envelope: agent_pb2.Envelope, nbytes: int, *attached: memoryview) -> None:
+        if envelope.id == self.answer:
+            self.completed.append((envelope, *attached))
+            self.future.set_result(None)
+        else:
+            self.received.put((envelope, nbytes, *attached))
 
     def take(self) -> tuple[int, bytes]:
         envelope, _, *attached = self.received.get(timeout=20)
@@ -68,9 +75,9 @@ def pair(executor: Executor) -> Iterator[Callable[..., tuple[End, socket.socket]
     """Makes an end, and the bare socket at the other end."""
     made: list[tuple[End, socket.socket]] = []
 
-    def make(answer: int = -1) -> tuple[End, socket.socket]:
+    def make(answer: int = -1, allocate: Allocate = _allocate) -> tuple[End, socket.socket]:
         mine, other = socket.socketpair()
-        made.append((End(mine, executor, answer), other))
+        made.append((End(mine, executor, answer, allocate), other))
         return made[-1]
 
     yield make
@@ -87,7 +94,7 @@ def waiting(end: End, executor: Executor) -> Iterator[None]:
     assert waiter is not None
     thread = threading.Thread(target=end.socket.read_answer, args=(end.future, waiter))
     thread.start()
-    wait_until(end.socket.reading.locked)
+    wait_until(lambda: not end.socket.begin_reading() or end.socket.end_reading())
     yield
     thread.join(20)
     assert not thread.is_alive()
@@ -206,7 +213,6 @@ def test_what_a_waiting_thread_reads_counts_as_heard(pair, executor):
     sent = frames(7, content(MIB))
     with waiting(end, executor):
         other.sendall(sent[:1000])
-        wait_until(lambda: len(end.socket.received) == 2)
         for begin in range(1000, len(sent), 100_000):
             end.socket.has_heard = False  # not by `take_heard`, which also looks for what nobody has read yet
             other.sendall(sent[begin : begin + 100_000])
@@ -215,47 +221,22 @@ def test_what_a_waiting_thread_reads_counts_as_heard(pair, executor):
     assert bytes(attached) == content(MIB)
 
 
-def test_a_signal_handler_that_waits_itself_has_another_thread_read(pair, executor):
-    end, other = pair(answer=7)
+def test_what_interrupts_a_thread_that_reads_cannot_wait(pair, executor):
+    """Such as the handler of a signal, or a finalizer: it would wait for what the thread is reading."""
+    errors: list[RpcError] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        with pytest.raises(RpcError, match="cannot wait for other workers") as caught:
+            executor.poller.stop_reading_here()
+        errors.append(caught.value)
+        return memoryview(bytearray(nbytes))
+
+    end, other = pair(answer=7, allocate=allocate)
     end.socket.start()
-    allocate = end.socket._allocate
-
-    def allocate_and_wait(nbytes: int) -> memoryview:
-        executor.poller.stop_reading_here()  # as a wait does that a handler begins here
-        assert end.take() == (7, content(MIB))
-        return allocate(nbytes)
-
-    end.socket._allocate = allocate_and_wait
     with waiting(end, executor):
         other.sendall(frames(7, content(MIB)))
-    assert not end.completed
-    assert not end.socket.received
-    other.sendall(frames(8, b"abc"))
-    assert end.take() == (8, b"abc")
-    assert not end.reasons
-
-
-@pytest.mark.parametrize("read", [0, 1, MIB, 2 * MIB - 1000])
-def test_another_thread_goes_on_when_the_waiting_one_is_interrupted(pair, executor, read):
-    end, other = pair(answer=7)
-    data = content(2 * MIB)
-    sent = frames(1) + frames(7, data) + frames(8)
-    with end.socket.reading:
-        end.socket.received.append(sent[:1000])
-        rest = end.socket.find_answer(end.future)
-        assert isinstance(rest, AnswerRest)
-        end.socket.received.append(rest)
-        begun = sent[1000 : 1000 + read]
-        if read:
-            rest.missing[:read] = begun
-            rest.counts.append(read)
-    sender = threading.Thread(target=other.sendall, args=(sent[1000 + read :],))
-    sender.start()
-    end.socket.start()
-    executor.poller.hand_over(end.socket.descriptor, end.socket.on_readable)
-    assert [end.take() for _ in range(3)] == [(1, b""), (7, data), (8, b"")]
-    sender.join()
-    assert not end.completed
+    assert len(errors) == 1
+    assert len(end.completed) == 1
 
 
 def payload(offset: int, nbytes: int) -> agent_pb2.Payload:
