@@ -7,7 +7,7 @@ part of its own, until the one that opened the context ends it.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, final
@@ -24,7 +24,16 @@ from .gradient_sender import PassId
 from .gradients import GradSwapLock, LeafGradients
 from .graph import Graph, follower_of, small_closure
 
-__all__ = ["Context", "Exchanged", "NewSend", "creator_of", "current_context", "inside", "set_current_context"]
+__all__ = [
+    "Context",
+    "Exchanged",
+    "NewSend",
+    "creator_of",
+    "current_context",
+    "find_current_context",
+    "inside",
+    "set_current_context",
+]
 
 Exchanged = tuple[dict[int, int], list[SendId], list[int]]
 """What one worker has exchanged with others in a context: the receivers of the messages that it has sent, by
@@ -44,6 +53,10 @@ def creator_of(identifier: int) -> int:
 def current_context() -> "Context | None":
     """Returns the context that the calls of this thread, or of this asyncio task, belong to."""
     return _current.get()
+
+
+find_current_context: "Callable[[], Context | None]" = _current.get
+"""Does the same as a function in C."""
 
 
 def set_current_context(context: "Context | None") -> None:

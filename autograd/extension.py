@@ -21,7 +21,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
-from .context import Context, NewSend, current_context, inside
+from .context import Context, NewSend, current_context, find_current_context, inside
 from .contexts import Contexts
 from .ended import OpenContexts
 from .engine import Engine, check_roots
@@ -67,6 +67,8 @@ class Autograd(Extension):
                 description="RRef.backward() from a value on worker",
             ),
         }
+
+    adds_if = staticmethod(find_current_context)
 
     def on_send(self, message: Outgoing) -> None:
         """Adds the autograd header to a message of a context, and records its differentiable tensors as a send.

@@ -727,6 +727,7 @@ class Envelope(google.protobuf.message.Message):
     TRACE_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
     ATTACHED_NBYTES_FIELD_NUMBER: builtins.int
+    HAS_HEADERS_FIELD_NUMBER: builtins.int
     NEEDED_VALUES_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
@@ -744,6 +745,8 @@ class Envelope(google.protobuf.message.Message):
     attached: builtins.bytes
     """The bytes of the payloads that are attached. On a socket, they follow the envelope without being part of it."""
     attached_nbytes: builtins.int
+    has_headers: builtins.bool
+    """extensions have added headers, or references"""
     @property
     def body(self) -> Global___Payload:
         """the pickle, with tensors and references replaced by placeholders"""
@@ -804,11 +807,12 @@ class Envelope(google.protobuf.message.Message):
         trace: collections.abc.Iterable[Global___TraceField] | None = ...,
         attached: builtins.bytes = ...,
         attached_nbytes: builtins.int = ...,
+        has_headers: builtins.bool = ...,
         needed_values: collections.abc.Iterable[Global___GlobalId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "needed_values", b"needed_values", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "has_headers", b"has_headers", "id", b"id", "needed_values", b"needed_values", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope

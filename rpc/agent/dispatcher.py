@@ -9,21 +9,20 @@ from typing import final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import PayloadReader, read_inline
+from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..membership.worker_events import WorkerEvents
+from .caller import Caller
 from .control import RetryingControlMessages
 from .extensions import Extensions
 from .failure_log import FailureLog
 from .network_listener import Pause
-from .pending import PendingRequests
 from .received_requests import ReceivedRequests
 from .server import Server
-from .waiting_calls import WaitingCalls
 
 __all__ = ["Dispatcher"]
 
@@ -41,8 +40,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        requests: PendingRequests,
-        waiting: WaitingCalls,
+        caller: Caller,
         server: Server,
         all_gathers: AllGatherService,
         extensions: Extensions,
@@ -57,8 +55,7 @@ class Dispatcher:
         """Makes the dispatcher of one agent.
 
         Args:
-            requests: completes those of this worker.
-            waiting: sends calls to workers that are back.
+            caller: completes the calls of this worker, and sends those to workers that are back.
             server: runs requests.
             all_gathers: is told of lost workers.
             extensions: are told of workers that are suspect, back or lost, and of messages that cannot be decoded.
@@ -69,8 +66,7 @@ class Dispatcher:
             failures: logs workers that fail.
             dynamic: whether the group is a dynamic one.
         """
-        self._requests = requests
-        self._waiting = waiting
+        self._caller = caller
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions
@@ -107,16 +103,7 @@ class Dispatcher:
         if kind == CANCEL:
             self._server.cancel(source, envelope)
         elif kind in ANSWERS:
-            if payloads is read_inline and self._requests.is_quick(envelope):
-                self._requests.on_answer(source, envelope, payloads)
-            elif self._requests.begin_answer(source, envelope.id) and not self._requests.is_answered_here(
-                source, envelope, payloads
-            ):
-                submit = partial(
-                    self._executor.submit_urgent, self._requests.on_answer, source, envelope, payloads
-                )
-                # A thread that answers a call of this worker to itself has nothing more to do then.
-                self._executor.call_last(submit)
+            self._caller.receive(source, envelope, payloads)
         else:
             if not announced:
                 self._server.on_announced(source, envelope)
@@ -149,15 +136,15 @@ class Dispatcher:
         self._worker_events.record_suspect(worker, reason)
         # Here and now: what comes by the next connection is not concerned.
         self._server.waiting.cancel_all(worker)
-        concerned = self._requests.sent_to(worker, waits=waits)
+        concerned = self._caller.sent_to(worker, waits=waits)
         # By itself: callbacks of the futures may wait until the worker is back.
-        self._executor.submit(self._requests.on_worker_suspect, worker, reason, concerned, unsent)
+        self._executor.submit(self._caller.on_worker_suspect, worker, reason, concerned, unsent)
         self._handle_change(worker, partial(self._suspect, worker, reason))
 
     def on_peer_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again."""
         self._worker_events.record_back(worker)
-        self._executor.submit(self._waiting.send_to, worker)
+        self._executor.submit(self._caller.send_postponed, worker)
         self._handle_change(worker, partial(self._take_back, worker))
 
     def _handle_change(self, worker: WorkerInfo, change: Callable[[], None]) -> None:
@@ -175,7 +162,7 @@ class Dispatcher:
         self._received.begin(source)
         self._extensions.on_decode_error(source, envelope, error)
         if envelope.type in ANSWERS:
-            self._requests.on_rejected_answer(source, envelope, error)
+            self._caller.on_rejected(source, envelope, error)
         else:
             self._server.reject(source, envelope, error)
 
@@ -203,7 +190,7 @@ class Dispatcher:
             log.info("worker %s is lost: %s", worker.name, end.reason)
         else:
             self._failures.on_lost(worker, end.reason)
-        self._requests.on_worker_lost(worker, end, unsent)
+        self._caller.on_worker_lost(worker, end, unsent)
         self._server.drop_worker(worker)
         self._control.on_worker_lost(worker)
         self._all_gathers.on_worker_lost(worker)

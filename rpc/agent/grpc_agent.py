@@ -1,10 +1,10 @@
 """The agent on gRPC, put together from its parts.
 
-A request goes straight down: `client` has its value pickled and registers it, `codec` encodes it (the extensions
+A request goes straight down: `caller` has its value pickled and registers it, `codec` encodes it (the extensions
 add their headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. A
 message goes straight up: `network` collects its payloads, `dispatcher` hands it to a thread of the executor, and
-there `server` decodes it, runs its handler and sends the answer, or `pending` completes the request that it
-answers. A thread that waits for an answer may read it itself.
+there `server` decodes it, runs its handler and sends the answer, or `caller` completes the call that it answers.
+A thread that waits for an answer may read it itself.
 """
 
 import time
@@ -33,21 +33,18 @@ from ..membership.members import Member
 from ..membership.roster_log import RosterLog
 from ..membership.worker_events import WorkerEvents
 from ..wire.pickling import Packer
-from .client import Client
+from .caller import Caller
 from .codec import Codec
 from .dispatcher import Dispatcher
 from .extensions import Extensions
 from .factories import AgentFactories
 from .failure_log import FailureLog
-from .flow_control import FlowControl
 from .multi_sender import MultiSender
-from .pending import PendingRequests
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
 from .shutdown import Shutdown
-from .stats import CallCounter
 from .waiting_requests import MIN_WAIT_S, WaitingRequests
 
 __all__ = ["GrpcAgent"]
@@ -94,7 +91,6 @@ class GrpcAgent(RpcAgent):
         self._group_store: PrefixStore | None = None
         self._failures = FailureLog()
         self.control = self._control = factories.control(self)
-        self._calls = CallCounter()
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
@@ -103,21 +99,18 @@ class GrpcAgent(RpcAgent):
         packer = Packer(options.pickler)
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network, self._control)
-        self._flow_control = FlowControl(options.flow_control)
-        self._requests = PendingRequests(self._codec, self._extensions, self._calls, self._flow_control)
-        self._client = Client(
-            self._requests,
+        self._caller = Caller(
             self._codec,
             self._network,
             self._extensions,
             self._executor,
-            self._calls,
-            self._flow_control,
+            options.flow_control,
             factories.deadlines,
-            info.name,
         )
+        self._calls, nesting = self._caller.counter, self._caller.flow_control.nesting
+        self._nesting = nesting
         self._multi_sender = MultiSender(
-            self._client, self._codec, self._network, self._extensions, self._executor
+            self._caller, self._codec, self._network, self._extensions, self._executor
         )
         self._received = ReceivedRequests(options.flow_control)
         self._waiting_requests = WaitingRequests(options.flow_control, factories.deadlines, info.name)
@@ -127,7 +120,7 @@ class GrpcAgent(RpcAgent):
             self._extensions,
             self._executor,
             self._calls,
-            self._flow_control.nesting,
+            nesting,
             self._received,
             self._waiting_requests,
             PostponedRequests(options.flow_control, self._network),
@@ -137,8 +130,7 @@ class GrpcAgent(RpcAgent):
             self._control.handler(self._codec.record_refusal), self._all_gather_service.handlers()
         )
         self._dispatcher = Dispatcher(
-            self._requests,
-            self._client.waiting,
+            self._caller,
             self._server,
             self._all_gather_service,
             self._extensions,
@@ -151,13 +143,13 @@ class GrpcAgent(RpcAgent):
         )
 
         self._quiescence = Quiescence(
-            self, self._calls, self._server, self._all_gather_service, self._requests.unanswered
+            self, self._calls, self._server, self._all_gather_service, self._caller.unanswered
         )
         self._shutdown = Shutdown(
             info.name,
             self._close,
             self._quiescence.describe,
-            self._client.is_collecting_here,
+            self._caller.is_collecting_here,
             self._network,
             self._executor,
         )
@@ -230,11 +222,11 @@ class GrpcAgent(RpcAgent):
 
     def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request and returns a future of its answer."""
-        return self._client.send(worker, request, self._timeout_of(request))
+        return self._caller.send(worker, request, self._timeout_of(request))
 
     async def request_async(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request, when there is capacity for it, and returns a future of its answer."""
-        return await self._client.send_async(worker, request, self._timeout_of(request))
+        return await self._caller.send_async(worker, request, self._timeout_of(request))
 
     def request_all(
         self,
@@ -311,7 +303,7 @@ class GrpcAgent(RpcAgent):
     def serving(self, message: Incoming) -> Iterator[None]:
         """Context manager in which a request is handled."""
         scope = self._extensions.scope(message) or nullcontext()
-        with self._flow_control.nesting.at(message.envelope.depth + 1), scope:
+        with self._nesting.at(message.envelope.depth + 1), scope:
             yield
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
@@ -324,7 +316,7 @@ class GrpcAgent(RpcAgent):
 
     def until_deadline(self, seconds: float) -> float:
         """Returns a timeout, or what is left to the request that the calling thread serves, if that is less."""
-        deadline = self._flow_control.nesting.deadline
+        deadline = self._nesting.deadline
         if not deadline:
             return seconds
         left = max(MIN_WAIT_S, deadline - time.monotonic())
@@ -345,8 +337,8 @@ class GrpcAgent(RpcAgent):
             "agent.thread_pool_size": self.options.num_worker_threads,
             "agent.num_idle_threads": self._executor.idle,
             "agent.num_pending_requests": self._executor.queued,
-            "agent.client_active_calls": len(self._requests.pending),
-            "unanswered_calls": dict(self._requests.unanswered()),
+            "agent.client_active_calls": len(self._caller.in_flight),
+            "unanswered_calls": dict(self._caller.unanswered()),
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": len(self._server.deferred),
             "executor_threads": self._executor.threads,
@@ -369,7 +361,7 @@ class GrpcAgent(RpcAgent):
         queued = {"send_queue_bytes": self._network.queued_bytes(worker.wire_id)}
         received, postponed = self._received.figures(worker), self._server.postponed.figures(worker)
         parked = self._waiting_requests.figures(worker)
-        return {**self._flow_control.figures(worker), **queued, **received, **postponed, **parked}
+        return {**self._caller.flow_control.figures(worker), **queued, **received, **postponed, **parked}
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""
@@ -417,9 +409,9 @@ class GrpcAgent(RpcAgent):
         self._all_gather_service.close()
         self._network.disconnect(end)
         self._control.close()
-        self._client.stop_deadlines()
+        self._caller.stop_deadlines()
         self._waiting_requests.close()
-        self._client.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
+        self._caller.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
         self._executor.close(CLOSE_TIMEOUT_S if in_order else HASTY_CLOSE_TIMEOUT_S)
         self._network.release()
         if self._group_store is not None:  # which would keep a store of torch's, its server and its port

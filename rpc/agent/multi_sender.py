@@ -16,7 +16,7 @@ from ..execution.futures import Future
 from ..transports.base import Connecting
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of, make_sendable
-from .client import Client
+from .caller import Caller
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import has_event_loop
@@ -39,21 +39,21 @@ class _Encoded:
 
 @final
 class MultiSender:
-    """Sends requests to several workers by the client of an agent."""
+    """Sends requests to several workers."""
 
     def __init__(
-        self, client: Client, codec: Codec, network: Network, extensions: Extensions, executor: Executor
+        self, caller: Caller, codec: Codec, network: Network, extensions: Extensions, executor: Executor
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            client: sends the request to each worker.
+            caller: sends the request to each worker.
             codec: pickles values.
             network: broadcasts large payloads.
             extensions: know the message types.
             executor: is told of waits; of the futures of requests that cannot be sent.
         """
-        self._client = client
+        self._caller = caller
         self._codec = codec
         self._network = network
         self._extensions = extensions
@@ -128,7 +128,7 @@ class MultiSender:
             try:
                 packed = encoded.packed
                 tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
-                return self._client.send_packed(
+                return self._caller.send_packed(
                     worker, request, timeout, packed, tensors, encoded.device_map, encoded.broadcast
                 )
             except Exception as error:

@@ -49,6 +49,13 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     control_kinds: ClassVar[Sequence[str]] = ()
     """The kinds of control messages that it registers handlers for."""
 
+    adds_if: Callable[[], object] | None = None
+    """Returns whether `on_send` has something to add to a request without references that this thread sends. A
+    function in C, which is called for each. None: `on_send` always looks itself."""
+
+    observes_requests: bool = False
+    """Whether `on_receive` looks at messages without headers, too. `set_enabled` makes a change known."""
+
     is_on: bool = True
     """Whether its hooks on messages are called. One that is off costs nothing. `set_enabled` changes it."""
 
@@ -93,7 +100,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """Is told of a request that is about to be sent, with its id. `on_complete` follows. Must not raise."""
 
     def on_send(self, message: Outgoing) -> None:
-        """Adds headers to a message that is about to be sent. An exception keeps it from being sent."""
+        """Adds headers to a message that is about to be sent. An exception keeps it from being sent.
+
+        Not called for an answer without references to a request that has nothing in `state`; see also `adds_if`.
+        """
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: the message was not sent. Its tensors and references may be missing."""
@@ -123,7 +133,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         return ()
 
     def on_receive(self, message: Incoming) -> None:
-        """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references."""
+        """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references.
+
+        Called for messages with headers; see also `observes_requests`.
+        """
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:  # noqa: ARG002
         """Returns the context in which the handler of a request runs, if there is one.

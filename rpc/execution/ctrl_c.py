@@ -14,7 +14,7 @@ innermost one outwards, and the first of these that decides tells what happens:
   its process groups and stores undo by themselves what an interrupt splits.
 
 That costs nothing on the way of a message. A second Ctrl-C is raised wherever it comes, if the first one has not
-got through for PATIENCE_S: then the program hangs. (trio/_core/_ki.py looks at frames in the same way; it explains
+got through for HANG_TIMEOUT_S: then the program hangs. (trio/_core/_ki.py looks at frames in the same way; it explains
 what else was tried.)
 
 A signal for which the program, or an event loop, has a handler is not concerned. What such a handler raises is
@@ -32,7 +32,7 @@ from typing import ParamSpec, TypeVar, final
 
 __all__ = ["ctrl_c", "interruptible", "wait_interruptibly"]
 
-PATIENCE_S = 1.0
+HANG_TIMEOUT_S = 1.0
 """Seconds after which a further Ctrl-C is raised at once. Terminals and launchers may send two together."""
 
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class _CtrlC:
     def handle(self, _signal: int, frame: FrameType | None) -> None:
         """Handles SIGINT, which has interrupted a frame. Raises KeyboardInterrupt, or notes it for later."""
         now = time.monotonic()
-        is_overdue = self._noted_at is not None and now > self._noted_at + PATIENCE_S
+        is_overdue = self._noted_at is not None and now > self._noted_at + HANG_TIMEOUT_S
         if is_overdue or not self._users or _may_raise(frame):
             self._noted_at = None
             raise KeyboardInterrupt

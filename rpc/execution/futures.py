@@ -101,7 +101,7 @@ class Future(torch.futures.Future[T]):
         """
         return self._cancel is not None and not self._executor.is_inherited and self._cancel()
 
-    def set_cancel(self, cancel: Callable[[], bool]) -> None:
+    def set_cancel(self, cancel: Callable[[], bool] | None) -> None:
         """Sets what cancels the call: see the constructor."""
         self._cancel = cancel
 
@@ -219,18 +219,19 @@ class Future(torch.futures.Future[T]):
         self._wake()
         super().set_exception(without_frames(result))  # type: ignore[arg-type] # calls `set_result`
 
-    def complete_here(self, complete: Callable[[], None]) -> bool:
+    def complete_here(self, complete: Callable[..., None], *args: Any) -> bool:
         """Has the calling thread complete this future when it has read on, if it is the one that waits for it.
 
         Args:
             complete: completes the future.
+            args: its arguments.
 
         Returns:
-            False if another thread waits, or none, or if there are callbacks, which would hold the thread up.
+            False if another thread waits, or none.
         """
-        if self._executor.poller.expected_here is not self or self.has_callbacks:
+        if self._read_answer is None or self._executor.poller.expected_here is not self:
             return False
-        self._complete = complete
+        self._complete = partial(complete, *args)
         self.is_completing = True
         return True
 

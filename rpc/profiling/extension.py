@@ -6,9 +6,9 @@ docs/profiling.md describes what users see.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from enum import Enum
 from functools import partial
 from types import TracebackType
@@ -35,7 +35,8 @@ __all__ = [
     "run_profiled",
 ]
 
-_thread_state = threading.local()
+_call_to_send: "ContextVar[ProfiledCall | None]" = ContextVar("gradwire.rpc.profiled_call", default=None)
+"""The event of the call that this thread is about to send."""
 _NO_SCOPE = nullcontext()
 
 
@@ -111,17 +112,25 @@ class Profiling(Extension):
     def collect(self, collector: Collector) -> None:
         """Profiles the calls that arrive from now on for a collector."""
         self._collectors.append(collector)
+        self._look_if_needed()
 
     def stop_collecting(self, collector: Collector) -> None:
         """Stops profiling for a collector."""
         with contextlib.suppress(ValueError):  # the agent has shut down
             self._collectors.remove(collector)
+        self._look_if_needed()
 
     def collects(self, collector: Collector) -> bool:
         """Returns whether the collector is registered."""
         return collector in self._collectors
 
+    def _look_if_needed(self) -> None:
+        self.observes_requests = bool(self._collectors)
+        self.on_enabled()
+
     # Hooks.
+
+    adds_if = staticmethod(_call_to_send.get)
 
     def on_send(self, message: Outgoing) -> None:
         """Adds to a request that it asks for the callee's events, and to an answer the events."""
@@ -130,8 +139,8 @@ class Profiling(Extension):
             if profiled is not None and profiled.events is not None:
                 message.tensors.append(events_to_tensor(profiled.events))
                 message.envelope.profile.SetInParent()
-        elif (call := getattr(_thread_state, "call", None)) is not None:
-            _thread_state.call = None
+        elif (call := _call_to_send.get()) is not None:
+            _call_to_send.set(None)
             self._calls[message.envelope.id] = call
             message.envelope.profile.CopyFrom(call.config)
 
@@ -181,13 +190,13 @@ class _SendScope:
         self._call = call
 
     def __enter__(self) -> None:
-        _thread_state.call = self._call
+        _call_to_send.set(self._call)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if getattr(_thread_state, "call", None) is not None:  # nothing was sent
-            _thread_state.call = None
+        if _call_to_send.get() is not None:  # nothing was sent
+            _call_to_send.set(None)
             self._call.finish()
 
 

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import cast, final
 
 from ...c10d.inheritance import at_fork
@@ -85,6 +84,8 @@ class FrameWriter:
         """How many frames at the beginning of the queue are being written."""
         self._left: list[memoryview] = []
         """The bytes of these that have not been written."""
+        self._is_partial = False
+        """Whether some of their bytes have been."""
         self._is_full = False
         """Whether the executor waits for room in the socket, and nobody else may write."""
         # epoll knows a descriptor once; the other one is watched for reading.
@@ -162,6 +163,7 @@ class FrameWriter:
         if not self._writing.acquire(blocking=False):
             return False
         try:
+            self._unbegin()
             first = self._begun
             for index, frame in enumerate(list(self._queue)[first:], first):
                 if is_wanted(frame):
@@ -190,8 +192,9 @@ class FrameWriter:
 
     def _drop_queue(self) -> None:
         """Drops what will not be written any more. Called with the lock."""
+        self._unbegin()
         self._unwritten += [frame[:KEPT_BYTES] for frame in list(self._queue)[self._begun :]]
-        self._begun, self._left = 0, []
+        self._begun, self._left, self._is_partial = 0, [], False
         self._queue.clear()
 
     def cut(self) -> None:
@@ -225,6 +228,7 @@ class FrameWriter:
             try:
                 self._write()
             except BlockingIOError:
+                self._unbegin()
                 self._is_full = True
                 self._wait_for_writable()
             except OSError:
@@ -247,39 +251,36 @@ class FrameWriter:
                 self._write_some()
                 continue
             self._begun = 1
-            try:
-                sent = connection.send(frame, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                self._begin_again(frame)
-                raise
+            sent = connection.send(frame, socket.MSG_NOSIGNAL)
             if sent < len(frame):
-                self._left = [memoryview(frame)[sent:]]
+                self._left, self._is_partial = [memoryview(frame)[sent:]], True
             else:
-                self._end_write()
+                queue.popleft()
+                self._begun = 0
 
     def _write_some(self) -> None:
         """Begins to write the next frames, or goes on with those that are begun."""
-        if not self._begun:
+        if not self._left:
             self._begin_next()
         left, frame = self._left, self._queue[0]
-        try:
-            if self._descriptors and self._descriptors[0][0] is frame:
-                sent = self._send_with_descriptor(left[0], self._descriptors[0][1])
-            elif len(left) == 1:
-                sent = self._connection.send(left[0], socket.MSG_NOSIGNAL)
-            else:
-                sent = self._connection.sendmsg(first_bytes(left, MAX_AT_ONCE), (), socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            if sum(map(len, left)) == sum(map(_nbytes, islice(self._queue, self._begun))):
-                self._begin_again(*left)
-            raise
-        self._left = without_first(left, sent)
+        if self._descriptors and self._descriptors[0][0] is frame:
+            sent = self._send_with_descriptor(left[0], self._descriptors[0][1])
+        elif len(left) == 1:
+            sent = self._connection.send(left[0], socket.MSG_NOSIGNAL)
+        else:
+            sent = self._connection.sendmsg(first_bytes(left, MAX_AT_ONCE), (), socket.MSG_NOSIGNAL)
+        self._left, self._is_partial = without_first(left, sent), True
         if not self._left:
-            self._end_write()
+            for _ in range(self._begun):
+                self._queue.popleft()
+            self._begun, self._is_partial = 0, False
 
     def _begin_next(self) -> None:
         """Takes the next frame, or several if none of them has a descriptor, as those that are being written."""
         queue, first = self._queue, self._queue[0]
+        if self._begun:  # TLS has tried to write it alone
+            self._left = [memoryview(first)]
+            return
         self._begun = 1
         if type(first) is AttachedFrame:
             # TLS encrypts each buffer by itself: see `TlsSocket`.
@@ -296,18 +297,10 @@ class FrameWriter:
         self._begun = len(frames)
         self._left = [memoryview(first if len(frames) == 1 else b"".join(frames))]
 
-    def _begin_again(self, *unwritten: bytes | memoryview) -> None:
+    def _unbegin(self) -> None:
         """Has frames of which nothing is written begun anew. TLS, which may have encrypted them, goes on."""
-        if isinstance(self._connection, TlsSocket):
-            self._left = [memoryview(each) for each in unwritten]
-        else:
+        if not self._is_partial and not isinstance(self._connection, TlsSocket):
             self._begun, self._left = 0, []
-
-    def _end_write(self) -> None:
-        """Removes the frames that have been written."""
-        for _ in range(self._begun):
-            self._queue.popleft()
-        self._begun = 0
 
     def _send_with_descriptor(self, frame: memoryview, descriptor: int) -> int:
         """Writes the beginning of a frame together with its descriptor, which is closed then."""

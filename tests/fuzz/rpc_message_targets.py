@@ -64,6 +64,7 @@ class _Threads:
     def __init__(self) -> None:
         self.tasks: deque[Callable[[], object]] = deque()
         self.sent: list[bytes] = []
+        self.me = ME
         self.lost: Mapping[int, Any] = {}
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.audit = AUDIT
@@ -301,12 +302,13 @@ def receive_messages(data: bytes) -> None:
         for message in messages:
             with suppress(DecodeError):
                 envelope, nbytes = parse_envelope(message)
+                envelope.has_headers = True
                 threads.listener.on_message(PEER, envelope, read_inline, announced=False, nbytes=nbytes)
                 threads.run()
         assert len(agent.extension(Autograd).contexts) <= len(messages)
         assert threading.active_count() == before
     agent._extensions.close()
-    agent._client.fail_all(NotInitializedError("the test is over"))  # the collector does not see torch's futures
+    agent._caller.fail_all(NotInitializedError("the test is over"))  # the collector does not see torch's futures
     assert not torch.autograd._profiler_enabled()
     assert not torch.is_anomaly_enabled()
     del pending

@@ -46,7 +46,7 @@ RPC_ARROWS = {
     "channels": {"contracts", "execution", "wire", "transports"},
     "policy": {"contracts", "wire"},
     "membership": {"contracts", "execution"},
-    "collectives": {"contracts"},
+    "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},
     "agent": {

@@ -1,15 +1,11 @@
 """Answers of workers that were not asked, and calls that end whatever is told of that."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from gradwire import Outcome, rpc
 from gradwire.errors import RpcCancelledError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.agent.pending import PendingRequests
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import RESULT
@@ -20,17 +16,16 @@ from gradwire.rpc.membership.members import Member
 from tests.remote_functions import set_event, wait_for
 
 
-def test_a_malformed_answer_of_another_worker_releases_nothing():
+def test_a_malformed_answer_of_another_worker_releases_nothing(agents):
     """What a request keeps alive stays until its own worker has answered, also if it has timed out."""
-    parts: Any = SimpleNamespace(record_refusal=lambda *_: None, release=lambda *_: None, nesting=None)
-    requests = PendingRequests(parts, parts, parts, parts)
-    asked, other = WorkerInfo("asked", 1), WorkerInfo("other", 2)
-    requests.kept[7] = asked.wire_id, "a lease"
+    agent, asked, other = agents(3)
+    kept = agent._caller.kept
+    kept[7] = asked.info.wire_id, "a lease"
     answer = agent_pb2.Envelope(id=7, type=RESULT)
-    requests.on_rejected_answer(other, answer, ValueError("malformed"))
-    assert requests.kept == {7: (asked.wire_id, "a lease")}
-    requests.on_rejected_answer(asked, answer, ValueError("malformed"))
-    assert not requests.kept
+    agent._caller.on_rejected(other.info, answer, ValueError("malformed"))
+    assert kept == {7: (asked.info.wire_id, "a lease")}
+    agent._caller.on_rejected(asked.info, answer, ValueError("malformed"))
+    assert not kept
 
 
 class Raising(Extension):

@@ -20,7 +20,6 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Outgoing, Request
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import scheduler
-from gradwire.rpc.transports.frame_writer import FrameWriter
 from gradwire.rref import forks
 from gradwire.rref.forks import References
 
@@ -59,16 +58,21 @@ def count_writes(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:
     """Returns a function that returns the number of writes of an agent to the other one since."""
     streams: list[Any] = [each for each in agent._network._transports.values() if each.name != "loopback"]
     (stream,) = streams
-    writer, writes = stream.outbox.socket._writer, []
-    next_write = FrameWriter._next
-
-    def count(self: FrameWriter):
-        if self is writer:
-            writes.append(1)
-        return next_write(self)
-
-    monkeypatch.setattr(FrameWriter, "_next", count)
+    writes: list[int] = []
+    monkeypatch.setattr(stream.outbox.socket._writer, "_connection", Counted(stream.outbox.socket, writes))
     return lambda: len(writes)
+
+
+class Counted:
+    """A connection that notes each write."""
+
+    def __init__(self, carrier: Any, writes: list[int]) -> None:
+        self._connection, self._writes = carrier._connection, writes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("send", "sendmsg"):
+            self._writes.append(1)
+        return getattr(self._connection, name)
 
 
 def count_control_messages(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:

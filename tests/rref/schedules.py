@@ -351,8 +351,8 @@ class Schedule(World):
                 **references.live_objects(),
                 "entries": len(references.table._entries()),
                 "control messages": agent.control.pending(),
-                "pending requests": len(agent._requests.pending),
-                "kept by requests": len(agent._requests.kept),
+                "pending requests": len(agent._caller.in_flight),
+                "kept by requests": len(agent._caller.kept),
                 "waiting threads": len(machine.waiting),
                 "running calls": agent._calls.in_flight,
             }

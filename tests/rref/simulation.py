@@ -239,6 +239,7 @@ class SimulatedNetwork:
         self.me = machine.info
         self.lost: dict[int, WorkerEnd] = {}
         self.fail_next = False
+        self.me = machine.info
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.audit = Audit(machine.info.name)
         self._machine = machine

@@ -176,8 +176,8 @@ def test_a_payload_that_one_worker_refuses(workers, tmp_path):
 def expire(future: rpc.Future) -> None:
     """Has the time of a call be up."""
     agent = current_agent()
-    (identifier,) = [each for each, pending in agent._requests.pending.items() if pending.future is future]
-    agent._client._expire(identifier)
+    (identifier,) = [each for each, pending in agent._caller.in_flight.items() if pending.future is future]
+    agent._caller.time_out(identifier)
 
 
 def test_cancelling_and_timing_out_one_of_them(workers):

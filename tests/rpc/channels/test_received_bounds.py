@@ -136,7 +136,7 @@ def test_answers_to_no_request_are_dropped(agents):
     assert not served
     with holder.using(a):
         future = rpc.rpc_async(b.info, wait_for_release)
-        identifier = max(a._requests.pending)
+        identifier = max(a._caller.in_flight)
         for _ in range(50):
             a._network.incoming.on_envelope(c.info, answer(identifier), 20)  # it was not asked
         assert not served
@@ -144,7 +144,7 @@ def test_answers_to_no_request_are_dropped(agents):
         _release.set()
         assert future.wait() == "released"
     assert len(served) <= 1
-    assert not a._requests._arrived
+    assert not a._caller._arrived
     hold.set()
 
 
@@ -153,7 +153,7 @@ def test_an_answer_is_taken_once(agents):
     _release.clear()
     with holder.using(a):
         future = rpc.rpc_async(b.info, wait_for_release)
-        identifier = max(a._requests.pending)
+        identifier = max(a._caller.in_flight)
         taken: list[int] = []
         original = a._executor.submit_urgent
         a._executor.submit_urgent = lambda _task, *args: taken.append(args[1].id)
@@ -161,7 +161,7 @@ def test_an_answer_is_taken_once(agents):
             a._network.incoming.on_envelope(b.info, answer(identifier), 20)
         assert taken == [identifier]
         a._executor.submit_urgent = original
-        a._requests.on_answer(b.info, answer(identifier), lambda payload: payload.inline)
+        a._caller.complete(b.info, answer(identifier), lambda payload: payload.inline)
         assert future.wait() is None
     _release.set()
 

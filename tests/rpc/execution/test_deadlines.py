@@ -12,6 +12,7 @@ from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.server import Server
+from gradwire.rpc.agent.call import State
 from gradwire.rpc.agent.waiting_requests import WaitingRequests
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import deadlines as deadlines_module
@@ -155,7 +156,7 @@ def test_the_caller_is_told_that_it_has_not_begun(workers):
 
     def call() -> None:
         agent = rpc.api.current_agent()
-        agent._client._deadlines.add = lambda *_: None
+        agent._caller._deadlines.add = lambda *_: None
         remote_functions.kept.append(rpc.rpc_async("worker1", keep, ("late",), timeout=0.2))
 
     a.run(call)
@@ -204,9 +205,9 @@ def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
         Server.on_announced = note
 
     def age_the_call_that_waits() -> None:
-        pending = rpc.api.current_agent()._requests.pending
+        pending = rpc.api.current_agent()._caller.in_flight
         wait_until(lambda: any(request.waits_since for request in list(pending.values())))
-        (waiting,) = [request for request in pending.values() if request.is_waiting]
+        (waiting,) = [request for request in pending.values() if request.state is State.QUEUED]
         waiting.waits_since -= 20  # as if it had begun to wait so long ago
         release.touch()
 

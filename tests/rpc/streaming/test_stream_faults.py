@@ -267,7 +267,7 @@ def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
     with holder.using(a):
         stream = rpc.rpc_stream(b.info, count_to, (100,), timeout=0, window_items=8)
         assert next(stream) == 0
-        a._requests.on_worker_suspect(b.info, "it does not answer", list(a._requests.pending), ())
+        a._caller.on_worker_suspect(b.info, "it does not answer", list(a._caller.in_flight.values()), ())
         with pytest.raises(WorkerSuspectError):
             list(stream)
     wait_until(lambda: not b.debug_info()["num_produced_streams"])
@@ -354,7 +354,7 @@ def test_streams_to_one_worker_are_bounded(workers):
     def ask_for_more() -> None:
         streams = [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
         agent: Any = current_agent()
-        agent._flow_control.close()  # it has no bound of its own any more
+        agent._caller.flow_control.close()  # it has no bound of its own any more
         streams += [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
         assert [next(each) for each in streams] == [0] * 16
         with pytest.raises(LimitReachedError, match="worker 'worker0' has 16 streams open, of 16 at most"):

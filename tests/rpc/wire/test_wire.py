@@ -99,12 +99,14 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b. Returns a future of its answer."""
     future = a.request(b.info, Request(MessageType.CALL, (identity, ("ready",), {})))
     assert future.wait() == "ready"
-    from gradwire.rpc.agent.pending import PendingRequest
+    from gradwire.rpc.agent.call import Call
     from gradwire.rpc.execution.futures import Future
 
-    future = Future(a._executor)
-    envelope.id = 1 << 40
-    a._requests.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, Handler(print), 0.0)
+    call = Call(a._caller._parts, b.info, Handler(print), 0.0, 0)
+    call.future = future = Future(a._executor)
+    envelope.id = call.identifier = 1 << 40
+    a._caller.in_flight[envelope.id] = call
+    envelope.has_headers = True
     a._network.send(b.info, envelope.SerializeToString())
     return future
 

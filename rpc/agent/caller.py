@@ -1,0 +1,699 @@
+"""Sends the calls of this worker, and has them end: by an answer, or without one.
+
+call.py has the states of a call. A call that is cancelled, or whose time is up, is taken back if nothing of it is
+on its way yet; else its worker is asked not to begin it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from ...errors import (
+    AnswerFailedError,
+    Outcome,
+    RpcCancelledError,
+    SendFailedError,
+    UnknownWorkerError,
+    WorkerSuspectError,
+    set_outcome,
+)
+from ...proto.v1 import agent_pb2
+from ...torch_internals import has_local_modes
+from ..channels.base import PayloadLostError
+from ..channels.broadcast.sending import Broadcast
+from ..channels.payloads import PayloadReader, body_of, read_inline
+from ..contracts.devices import DeviceMap
+from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT, Outgoing, Request
+from ..contracts.options import FlowControlOptions
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
+from ..execution.ctrl_c import wait_interruptibly
+from ..execution.deadlines import Deadlines
+from ..execution.executor import Executor
+from ..execution.futures import Future
+from ..execution.kept_errors import copy_error
+from ..wire.device_maps import device_map_to_proto
+from ..wire.pickling import Packed
+from ..wire.tensors import bytes_of
+from .call import Call, CallParts, State
+from .codec import Codec
+from .extensions import Extensions
+from .factories import DeadlinesFactory
+from .finalizer_calls import FinalizerCalls
+from .flow_control import FlowControl, Waiter
+from .network import Network
+from .repeats import CONNECTION_ERRORS, Repeats
+from .stats import CallCounter
+
+__all__ = ["Caller"]
+
+MAX_ORPHANS = 1 << 16
+"""Requests that have failed because their worker was suspect, and whose answers may still come."""
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Caller:
+    """The calls of one agent. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        network: Network,
+        extensions: Extensions,
+        executor: Executor,
+        options: FlowControlOptions,
+        make_deadlines: DeadlinesFactory,
+    ) -> None:
+        """Has sent nothing yet.
+
+        Args:
+            codec: encodes requests, and decodes answers.
+            network: knows which workers answer, and takes messages back.
+            extensions: know the message types, and have hooks.
+            executor: runs what an expired deadline causes, and is told of threads that wait.
+            options: bound what is in flight.
+            make_deadlines: makes the clock of the timeouts.
+        """
+        self.flow_control = FlowControl(options)
+        self.counter = CallCounter()
+        self.in_flight: dict[int, Call] = {}
+        """The calls that are not answered, and have not failed, by id."""
+        self.kept: dict[int, tuple[int, object]] = {}
+        """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._codec = codec
+        self._network = network
+        self._extensions = extensions
+        self._executor = executor
+        self._nesting = self.flow_control.nesting
+        self._parts = CallParts(extensions, self.counter, self._nesting)
+        self._ids = itertools.count(1)
+        self._orphans: OrderedDict[int, int] = OrderedDict()
+        """The worker of each request that has failed because that was suspect, and that it may answer all the
+        same: references in the answer must be counted. The first ones are forgotten when there are too many."""
+        self._arrived: set[int] = set()
+        """The requests whose answers wait for a thread."""
+        self._postponed: dict[int, Call] = {}
+        """The calls that wait for workers which do not answer, by id."""
+        self._paused: dict[int, Call] = {}
+        """The calls that pause before they are sent again, by a negative number."""
+        self._pauses = itertools.count(-1, -1)
+        self._closed_by: Exception | None = None
+        self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self._deadlines: Deadlines[int] = make_deadlines(
+            self._expire,
+            self.in_flight.__contains__,
+            self.in_flight.__len__,
+            f"gradwire-deadlines-{network.me.name}",
+        )
+
+    # Sending: on any thread.
+
+    def send(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
+        """Sends a request: see `RpcAgent.request`.
+
+        Args:
+            worker: the receiver.
+            request: what to send.
+            timeout: seconds, 0 for none.
+        """
+        if self._finalizer_calls.is_collecting_here():
+            send = partial(self.send, worker, request, timeout)
+            operation = self._extensions.handlers[request.kind].operation
+            return self._finalizer_calls.send(send, worker.name, operation)
+        device_map = self._codec.device_map(worker)
+        packed = self._codec.pack_request(request, worker, device_map)
+        call = self._make(worker, request, timeout)
+        self._start(call, request, packed, packed.tensors, device_map)
+        return call.future
+
+    async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
+        """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
+        device_map = self._codec.device_map(worker)
+        packed = self._codec.pack_request(request, worker, device_map)
+        call = self._make(worker, request, timeout)
+        try:
+            waiter = self._begin(call, request, packed, packed.tensors, device_map, blocks=False)
+            if waiter is not None:
+                await asyncio.wrap_future(waiter.woken)
+            self._go_on(call, waiter)
+        except BaseException as error:
+            if not self._take_back_unsent(call, error):
+                raise
+        return call.future
+
+    def send_packed(
+        self,
+        worker: WorkerInfo,
+        request: Request,
+        timeout: float,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        device_map: DeviceMap,
+        broadcast: Broadcast | None = None,
+    ) -> Future[Any]:
+        """Sends a request whose value is pickled.
+
+        Args:
+            worker: the receiver.
+            request: what to send.
+            timeout: seconds, 0 for none.
+            packed: the value.
+            tensors: those of the value, in a list that extensions may change.
+            device_map: which the value was pickled for.
+            broadcast: what the message shares with messages to other workers.
+        """
+        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        self._start(call, request, packed, tensors, device_map, broadcast)
+        return call.future
+
+    def _make(self, worker: WorkerInfo, request: Request, timeout: float) -> Call:
+        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        if request.idempotent and self._extensions.may_repeat():
+            call.repeats = Repeats(request, timeout)
+        return call
+
+    def _start(
+        self,
+        call: Call,
+        request: Request,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        device_map: DeviceMap,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """Sends a call, when there is capacity for it. Raises what keeps it from being sent, or fails it."""
+        try:
+            waiter = self._begin(call, request, packed, tensors, device_map)
+            if waiter is not None:
+                with self._executor.blocking():
+                    wait_interruptibly(waiter.woken.result)
+            self._go_on(call, waiter, broadcast)
+        except BaseException as error:
+            if broadcast is not None:
+                broadcast.not_sent(call.worker.wire_id)
+            if not self._take_back_unsent(call, error):
+                raise
+
+    def _begin(
+        self,
+        call: Call,
+        request: Request,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        device_map: DeviceMap,
+        *,
+        blocks: bool = True,
+    ) -> Waiter | None:
+        """Makes the message of a call, registers it, and counts it as in flight.
+
+        Returns:
+            What to wait for first, if there is no capacity; then `_go_on` follows.
+        """
+        worker, handler = call.worker, call.handler
+        identifier = call.identifier = next(self._ids)
+        if handler.user_values:
+            for on_request in self._extensions.on_request:
+                on_request(identifier, worker, request)
+        envelope = agent_pb2.Envelope(id=identifier, type=request.kind)
+        if device_map:
+            envelope.device_map.extend(device_map_to_proto(device_map))
+        if request.header is not None:
+            request.header(envelope)
+            envelope.has_headers = True
+        if call.depth:
+            envelope.depth = call.depth
+        call.message = Outgoing(
+            worker,
+            envelope,
+            packed.body,
+            tensors,
+            packed.references,
+            None,
+            handler.user_values,
+            device_map,
+            packed.leaves,
+        )
+        if call.repeats is None:
+            cancel = partial(self.cancel, identifier) if handler.cancellable else None
+            read_answer = self._network.answer_reader(worker)
+            call.future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
+        else:
+            self._begin_attempt(call, call.repeats)
+        if request.keep is not None:
+            self.kept[identifier] = worker.wire_id, request.keep
+        self.in_flight[identifier] = call  # the answer may arrive before `send` returns
+        if not handler.user_values:
+            return None
+        self.counter.begin_request(identifier)
+        if call.timeout:
+            call.tell_timeout(envelope)
+        nbytes = len(packed.body)
+        if tensors:
+            nbytes += bytes_of(tensors)
+        return self._admit(call, nbytes, blocks=blocks)
+
+    def _admit(self, call: Call, nbytes: int, *, blocks: bool) -> Waiter | None:
+        """Counts a call as in flight. Returns what to wait for first if there is no capacity."""
+        worker, identifier = call.worker, call.identifier
+        waiter = self.flow_control.admit(worker, identifier, nbytes, blocks=blocks)
+        if waiter is not None:
+            call.begin_wait(State.QUEUED, waiter.wake)
+            # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
+            call.future.add_done_callback(waiter.wake)
+            if call.timeout:
+                self._deadlines.add(identifier, call.timeout)
+            if worker.wire_id in self._network.lost:  # handled before the request was registered
+                waiter.wake()
+        return waiter
+
+    def _go_on(self, call: Call, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
+        """Sends a call that there is capacity for, or has it wait for its worker; not if it has ended."""
+        message, identifier = call.message, call.identifier
+        assert message is not None
+        if waiter is not None:
+            if identifier not in self.in_flight:
+                self._release_unsent(call, broadcast)
+                return
+            call.state = State.NEW
+            if call.timeout:
+                call.tell_timeout(message.envelope)
+        call.state = State.SENT
+        if message.envelope.type == CONTROL:  # which is sent again, by who has sent it
+            self._codec.send(message)
+        elif not self._codec.try_to_send(message, broadcast):
+            if broadcast is not None:
+                broadcast.not_sent(call.worker.wire_id)
+            self._postpone(call, message)
+            if call.timeout and waiter is None:
+                self._deadlines.add(identifier, call.timeout)
+            return
+        call.note_sent(message)
+        if call.timeout and waiter is None:
+            self._deadlines.add(identifier, call.timeout)
+
+    def _release_unsent(self, call: Call, broadcast: Broadcast | None = None) -> None:
+        """Counts a call as not sent."""
+        self.kept.pop(call.identifier, None)
+        self.flow_control.abandon(call.worker.wire_id, call.identifier)
+        if broadcast is not None:
+            broadcast.not_sent(call.worker.wire_id)
+
+    def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
+        """Undoes `_begin` for a call that was not sent, however far it has come.
+
+        Returns:
+            Whether the error fails the future of the call. Else the caller gets it at once.
+        """
+        self._release_unsent(call)
+        is_taken = (
+            self.in_flight.pop(call.identifier, None) is not None
+        )  # else the loss of its worker has failed it
+        if isinstance(error, SendFailedError) and is_taken:
+            error = SendFailedError(call.worker.name, error.reason, call.handler.description)
+        is_of_call = isinstance(error, CONNECTION_ERRORS) or (
+            isinstance(error, Exception) and call.repeats is not None and call.repeats.attempts > 1
+        )
+        if is_of_call and isinstance(error, Exception):
+            if is_taken:
+                self._fail(call, error, Outcome.NOT_SENT)
+            return True
+        set_outcome(error, Outcome.NOT_SENT)
+        self._extensions.on_failure(call.identifier, error, Outcome.NOT_SENT)
+        self._extensions.on_complete(call.identifier)
+        self.counter.end_request(call.identifier)
+        return False
+
+    # Calls that wait for workers which do not answer: without a thread, and without what they have in channels.
+
+    def _postpone(self, call: Call, message: Outgoing) -> None:
+        """Has a call wait until its worker is back or lost, or the call has failed otherwise."""
+        call.begin_wait(State.POSTPONED, partial(self._drop_postponed, call))
+        self._put_postponed(call, message)
+        call.future.add_done_callback(lambda _: self._drop_postponed(call))
+        # Its worker's state may have changed before it was there to be found.
+        absence = self._network.absence(call.worker)
+        if absence is None:
+            self._executor.submit(self.send_postponed, call.worker)
+        elif not absence.waits:
+            self._take_and_fail(call, absence.as_error(call.worker.name), Outcome.NOT_SENT)
+
+    def _put_postponed(self, call: Call, message: Outgoing) -> None:
+        call.state = State.POSTPONED
+        if message.user_values:
+            self._extensions.on_send_postponed(message)
+        self._postponed[call.identifier] = call
+
+    def send_postponed(self, worker: WorkerInfo) -> None:
+        """Sends the calls to a worker that is back. Runs on a thread of the executor."""
+        for identifier, call in sorted(self._postponed.copy().items()):
+            if call.worker.wire_id == worker.wire_id and self._postponed.pop(identifier, None) is not None:
+                self._send_one_postponed(call)
+
+    def _send_one_postponed(self, call: Call) -> None:
+        message = call.message
+        assert message is not None
+        # Before it is looked for: who takes it from now on does not count it as not sent.
+        call.state = State.SENT
+        if call.identifier not in self.in_flight:
+            self._abort_postponed(call)
+            return
+        if call.timeout:
+            call.tell_timeout(message.envelope)
+        try:
+            self._codec.send_prepared(message)
+        except WorkerSuspectError:  # again: what is told of that comes later
+            self._put_postponed(call, message)
+        except Exception as error:
+            self._abort_postponed(call)
+            self._take_and_fail(call, error, Outcome.NOT_SENT)
+        else:
+            if message.user_values:
+                self._extensions.on_postponed_sent(message)
+            call.note_sent(message)
+
+    def _drop_postponed(self, call: Call) -> None:
+        """Drops a call that is over, if it has not been sent."""
+        if self._postponed.pop(call.identifier, None) is not None:
+            self._executor.submit(self._abort_postponed, call)
+
+    def _abort_postponed(self, call: Call) -> None:
+        if (message := call.message) is not None and message.user_values:
+            self._extensions.on_send_aborted(message)
+        self._release_unsent(call)
+
+    # Calls that may run more than once.
+
+    def _pause(self, call: Call) -> bool:
+        """Has a call sent again after its pause; returns False if the agent has ended."""
+        assert call.repeats is not None
+        call.state = State.PAUSED
+        call.identifier = number = next(self._pauses)
+        self.counter.begin_request(number)
+        self._paused[number] = call
+        try:
+            self._network.call_soon(self._end_pause_later, number, call.repeats.take_pause())
+        except RuntimeError:  # the event loop has ended
+            return self._take_paused(number) is None
+        return self._closed_by is None or self._take_paused(number) is None  # `fail_all` has failed it
+
+    def _take_paused(self, number: int) -> Call | None:
+        call = self._paused.pop(number, None)
+        if call is not None:
+            self.counter.end_request(number)
+        return call
+
+    def _end_pause_later(self, number: int, seconds: float) -> None:
+        """Called on the event loop."""
+        asyncio.get_running_loop().call_later(seconds, self._executor.submit, self._send_again, number)
+
+    def _send_again(self, number: int) -> None:
+        """Runs on a thread of the executor."""
+        if (call := self._paused.pop(number, None)) is None:
+            return
+        repeats = call.repeats
+        assert repeats is not None
+        try:
+            worker = self._find_present(call.worker.name)
+            if worker is not None:
+                repeats.context.copy().run(self._attempt, call, repeats, worker)
+            elif repeats.error is not None and not (repeats.has_time() and self._pause(call)):
+                call.end(repeats.error, repeats.outcome)
+        except Exception as error:
+            call.end(error, repeats.outcome)
+        finally:
+            self.counter.end_request(number)
+
+    def _attempt(self, call: Call, repeats: Repeats, worker: WorkerInfo) -> None:
+        """Sends a call once more. Raises what keeps it from being sent at all."""
+        request = repeats.request
+        call.worker, call.timeout, call.state = worker, repeats.seconds_left(), State.NEW
+        call.waits_since, call.abandon, call.is_expired, call.is_withdrawn = 0.0, None, False, False
+        with self._nesting.at(call.depth):
+            device_map = self._codec.device_map(worker)
+            packed = self._codec.pack_request(request, worker, device_map)
+            self._start(call, request, packed, packed.tensors, device_map)
+        if repeats.is_cancelled:
+            self.cancel(call.identifier)
+
+    def _begin_attempt(self, call: Call, repeats: Repeats) -> None:
+        if not repeats.attempts:
+            cancel = partial(self._cancel_attempts, call, repeats)
+            call.future = Future(self._executor, cancel, call.worker.name, call.handler.operation)
+        repeats.attempts += 1
+
+    def _cancel_attempts(self, call: Call, repeats: Repeats) -> bool:
+        repeats.is_cancelled = True  # for an attempt that begins at this moment
+        if self.cancel(call.identifier):
+            return True
+        if self._take_paused(call.identifier) is not None:
+            call.end(RpcCancelledError(call.worker.name), repeats.outcome)
+            return True
+        return not call.future.is_completing
+
+    def _find_present(self, name: str) -> WorkerInfo | None:
+        try:
+            worker = self._network.worker(name)
+        except UnknownWorkerError:
+            return None
+        absence = self._network.absence(worker)
+        return worker if absence is None or absence.waits else None
+
+    # Answers.
+
+    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Has the call completed that a message answers. Called on any thread; does not block.
+
+        An answer is awaited once, by the request to its sender, also if that has timed out, or failed because the
+        worker was suspect.
+        """
+        identifier, is_result = envelope.id, envelope.type == RESULT and not envelope.HasField("profile")
+        call = self.in_flight.get(identifier)
+        if call is None:
+            is_awaited = self.flow_control.is_in_flight(source.wire_id, identifier) or self._is_orphan(
+                source, identifier
+            )
+        else:
+            is_awaited = call.worker.wire_id == source.wire_id
+        if not is_awaited or identifier in self._arrived:
+            log.info("worker %s answers a request that it has not got, or has answered; dropped", source.name)
+            return
+        if call is not None and is_result and not call.future.has_callbacks:
+            if call.handler.is_quick and payloads is read_inline:
+                self.complete(source, envelope, payloads)
+                return
+            # A thread that waits may have modes of torch of its own, which the value must not depend on.
+            if not has_local_modes() and call.future.complete_here(self.complete, source, envelope, payloads):
+                self._arrived.add(identifier)
+                return
+        self._arrived.add(identifier)
+        # A thread that answers a call of this worker to itself has nothing more to do then.
+        self._executor.call_last(partial(self._executor.submit_urgent, self.complete, source, envelope, payloads))
+
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Completes the call that a message answers. It may have failed meanwhile."""
+        identifier = envelope.id
+        self._arrived.discard(identifier)
+        call = self.in_flight.pop(identifier, None)
+        if self.kept:
+            self.kept.pop(identifier, None)
+        try:
+            self.flow_control.release(source.wire_id, identifier)
+            if envelope.type == ERROR:
+                error = self._codec.decode_failure(source, body_of(envelope, payloads))
+                if call is not None and call.is_expired and isinstance(error, RpcCancelledError):
+                    raise call.timeout_error()  # because of which it was cancelled
+                raise self._extensions.map_error(error, source)
+            # An answer that arrives after the timeout is read all the same: references in it must be counted.
+            message = self._codec.read(source, envelope, payloads, user_values=True)
+            value = self._codec.unpack(message)
+            del message  # a thread that gets the value may take over the memory of its tensors
+        except Exception as error:
+            if call is not None:
+                self._fail(call, error, _outcome_of(envelope))
+        else:
+            if call is not None:
+                call.succeed(value)
+        if envelope.HasField("control"):
+            self._codec.receive_control(source, envelope, with_answer=True)
+
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Fails the call whose answer cannot be read."""
+        self._codec.record_refusal(source, error)
+        call, identifier = self.in_flight.get(envelope.id), envelope.id
+        asked = call.worker.wire_id if call is not None else self.kept.get(identifier, (source.wire_id, None))[0]
+        if asked != source.wire_id:
+            log.warning("worker %s answers a request to worker %d; dropped", source.name, asked)
+            return
+        self.kept.pop(identifier, None)
+        self.flow_control.release(source.wire_id, identifier)
+        if isinstance(error, PayloadLostError):
+            error = AnswerFailedError(source.name, str(error))
+        if call is not None:
+            self._take_and_fail(call, error, _outcome_of(envelope))
+
+    def _is_orphan(self, source: WorkerInfo, identifier: int) -> bool:
+        if self._orphans.get(identifier) != source.wire_id:
+            return False
+        return self._orphans.pop(identifier, None) is not None
+
+    # Other ends.
+
+    def _fail(self, call: Call, error: Exception, outcome: Outcome) -> None:
+        """Fails a call that has been taken out of those in flight, or has it sent again."""
+        if not call.fail(error, outcome) and not self._pause(call):
+            assert call.repeats is not None
+            call.end(error, call.repeats.outcome)
+
+    def _take_and_fail(self, call: Call, error: Exception, outcome: Outcome | None = None) -> bool:
+        """Fails a call unless it has ended; returns whether it had not."""
+        if self.in_flight.pop(call.identifier, None) is None:
+            return False
+        self._fail(call, error, call.outcome_without() if outcome is None else outcome)
+        return True
+
+    def cancel(self, identifier: int) -> bool:
+        """Fails a call with RpcCancelledError; returns False if it has ended. Called on any thread."""
+        if (call := self.in_flight.pop(identifier, None)) is None:
+            return False
+        self._withdraw(call)
+        self._fail(call, RpcCancelledError(call.worker.name), call.outcome_without())
+        return True
+
+    def _withdraw(self, call: Call, then: Callable[[], None] = lambda: None) -> None:
+        """Takes a call back that was sent, and notes in `is_withdrawn` whether nothing of it will arrive.
+
+        Args:
+            call: the call.
+            then: called afterwards, on any thread; not if the event loop has ended. Must not block.
+        """
+        message = call.message if call.state is State.SENT else None
+        if message is None:
+            then()
+        elif message.payloads:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it what was queued
+                self._network.call_soon(self._withdraw_message, call, message, then)
+        else:
+            self._withdraw_message(call, message, then)
+
+    def _withdraw_message(self, call: Call, message: Outgoing, then: Callable[[], None]) -> None:
+        """Called on the event loop if there are payloads outside the envelope."""
+        identifier = message.envelope.id
+        if self._network.withdraw(message, message.payloads):
+            call.is_withdrawn = True
+            self.kept.pop(identifier, None)
+            self.flow_control.release(message.destination.wire_id, identifier)
+            self._executor.submit(self._extensions.on_send_aborted, message)
+        else:
+            cancel = agent_pb2.Envelope(id=identifier, type=CANCEL)
+            with contextlib.suppress(*CONNECTION_ERRORS):
+                self._network.send(message.destination, cancel.SerializeToString())
+        then()
+
+    def _expire(self, identifier: int) -> None:
+        """Handles an expired timeout. Called on the thread of the deadlines; must not block."""
+        # The call is not taken here: if the executor closes first, `fail_all` completes it.
+        self._executor.submit(self.time_out, identifier)
+
+    def time_out(self, identifier: int) -> None:
+        """Fails a call whose time is up. Runs on a thread of the executor."""
+        if (call := self.in_flight.get(identifier)) is not None:
+            call.is_expired = True
+            self._withdraw(call, partial(self._executor.submit, self._fail_timed_out, call))
+
+    def _fail_timed_out(self, call: Call) -> None:
+        self._take_and_fail(call, call.timeout_error())
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Fails the calls to a worker that is lost.
+
+        Args:
+            worker: the worker.
+            end: how it ended.
+            unsent: see `on_worker_suspect`.
+        """
+        self.flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
+        for call in self.in_flight.copy().values():
+            if call.worker.wire_id == worker.wire_id:
+                self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
+        for identifier, (destination, _) in self.kept.copy().items():
+            if destination == worker.wire_id:
+                self.kept.pop(identifier, None)
+        for identifier, destination in self._orphans.copy().items():
+            if destination == worker.wire_id:
+                self._orphans.pop(identifier, None)
+
+    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> Collection[Call]:
+        """Returns the calls to a worker.
+
+        Args:
+            worker: the worker.
+            waits: whether to leave out those that wait for the worker.
+        """
+        return [
+            call
+            for call in self.in_flight.copy().values()
+            if call.worker.wire_id == worker.wire_id and not (waits and call.state is State.POSTPONED)
+        ]
+
+    def on_worker_suspect(
+        self, worker: WorkerInfo, reason: str, concerned: Collection[Call], unsent: Collection[bytes]
+    ) -> None:
+        """Fails calls to a worker that does not answer.
+
+        Args:
+            worker: the worker.
+            reason: how that was noticed.
+            concerned: the calls.
+            unsent: the beginnings of the envelopes that have not left this process.
+        """
+        self.flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
+        for call in concerned:
+            identifier = call.identifier
+            self.kept.pop(identifier, None)
+            if self.in_flight.pop(identifier, None) is None:
+                continue
+            outcome = call.outcome_without(unsent)
+            if outcome is Outcome.UNKNOWN:
+                self._orphans[identifier] = worker.wire_id
+            self._fail(call, WorkerSuspectError(worker.name, reason), outcome)
+        while len(self._orphans) > MAX_ORPHANS:
+            self._orphans.popitem(last=False)
+
+    def unanswered(self) -> Mapping[str, int]:
+        """Returns the number of users' calls without an answer, by the name of the worker called."""
+        calls = [each for each in list(self.in_flight.values()) if each.handler.user_values]
+        return Counter(each.worker.name for each in calls)
+
+    def is_collecting_here(self) -> bool:
+        """Returns whether the calling thread runs a finalizer in a garbage collection."""
+        return self._finalizer_calls.is_collecting_here()
+
+    def stop_deadlines(self) -> None:
+        """Ends the clock: no request times out from now on."""
+        self._deadlines.close()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fails all calls, and those that are sent from now on."""
+        self._finalizer_calls.close()
+        for call in list(self.in_flight.values()):
+            self._take_and_fail(call, copy_error(error))
+        self._closed_by = error
+        for number in list(self._paused):
+            if (call_again := self._take_paused(number)) is not None and call_again.repeats is not None:
+                call_again.end(copy_error(error), call_again.repeats.outcome)
+        self.flow_control.close()  # last: those that wait have failed, so they are not sent
+        self.kept.clear()
+
+
+def _outcome_of(answer: agent_pb2.Envelope) -> Outcome:
+    """Returns what has become of a request that an error answers, or another answer that cannot be read."""
+    return Outcome.NOT_SENT if answer.not_begun else Outcome.RAN
