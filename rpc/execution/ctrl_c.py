@@ -14,7 +14,7 @@ innermost one outwards, and the first of these that decides tells what happens:
   its process groups and stores undo by themselves what an interrupt splits.
 
 That costs nothing on the way of a message. A second Ctrl-C is raised wherever it comes, if the first one has not
-got through for HANG_TIMEOUT_S: then the program hangs. (trio/_core/_ki.py looks at frames in the same way; it explains
+got through for HANG_TIMEOUT_S: the program hangs. (trio/_core/_ki.py looks at frames in the same way; it explains
 what else was tried.)
 
 A signal for which the program, or an event loop, has a handler is not concerned. What such a handler raises is

@@ -11,8 +11,8 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.server import Server
 from gradwire.rpc.agent.call import State
+from gradwire.rpc.agent.server import Server
 from gradwire.rpc.agent.waiting_requests import WaitingRequests
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import deadlines as deadlines_module
