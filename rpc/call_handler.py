@@ -44,7 +44,9 @@ class Calls(Extension):
     def _run(self, message: Incoming) -> Any:
         try:
             function, args, kwargs = message.value
-            return run_profiled(message, run_function, function, args, kwargs)
+            if message.state:
+                return run_profiled(message, run_function, function, args, kwargs)
+            return run_function(function, args, kwargs)
         except BaseException as error:
             log_failure(message, error)
             raise

@@ -168,7 +168,7 @@ def send_call(
     agent = current_agent()
     worker = agent.worker(to) if owner is None else owner
     call = check_call(func, args, kwargs)
-    seconds = check_timeout(timeout)
+    seconds = None if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
     request = Request(CALL, call, seconds, CALL_PARTS, header, keep, idempotent)
     if profiler_enabled():
         with profiled_call(agent, mode, func, worker):

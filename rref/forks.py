@@ -60,8 +60,8 @@ class References(ReferenceExtension):
 
     control_kinds = (*PASSED_ON_KINDS, "rref.await", "rref.delete", "rref.fork")
     reference_type = RRef
-    adds_if = bool
-    """Never: it adds to messages with references only."""
+    adds_to_references = True
+    adds_if = bool  # never
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)

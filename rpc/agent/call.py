@@ -30,7 +30,7 @@ from .flow_control import Nesting
 from .repeats import Repeats
 from .stats import CallCounter
 
-__all__ = ["Call", "CallParts", "State"]
+__all__ = ["MAX_TIMEOUT_MS", "Call", "CallParts", "State"]
 
 MAX_TIMEOUT_MS = (1 << 32) - 1
 """The longest timeout that a request tells its receiver; 50 days."""
@@ -182,7 +182,10 @@ class Call:
         else:
             self.future.set_result(value)
         if self.handler.user_values:
-            parts.counter.end_request(self.identifier)
+            counter = parts.counter
+            counter.requests.discard(self.identifier)
+            if counter.waiters:
+                counter.end_request(self.identifier)
 
     def fail(self, error: Exception, outcome: Outcome) -> bool:
         """Fails it. Called by whoever has taken it.

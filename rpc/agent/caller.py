@@ -29,7 +29,7 @@ from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
-from ..contracts.devices import DeviceMap
+from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT, Outgoing, Request
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
@@ -42,7 +42,7 @@ from ..execution.kept_errors import copy_error
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
-from .call import Call, CallParts, State
+from .call import MAX_TIMEOUT_MS, Call, CallParts, State
 from .codec import Codec
 from .extensions import Extensions
 from .factories import DeadlinesFactory
@@ -91,6 +91,7 @@ class Caller:
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
         self._codec = codec
         self._network = network
+        self._maps_devices = codec.maps_devices
         self._extensions = extensions
         self._executor = executor
         self._nesting = self.flow_control.nesting
@@ -125,13 +126,16 @@ class Caller:
             request: what to send.
             timeout: seconds, 0 for none.
         """
-        if self._finalizer_calls.is_collecting_here():
+        finalizer_calls = self._finalizer_calls
+        if finalizer_calls.collecting and finalizer_calls.is_collecting_here():
             send = partial(self.send, worker, request, timeout)
             operation = self._extensions.handlers[request.kind].operation
-            return self._finalizer_calls.send(send, worker.name, operation)
-        device_map = self._codec.device_map(worker)
+            return finalizer_calls.send(send, worker.name, operation)
+        device_map = self._codec.device_map(worker) if self._maps_devices else NO_DEVICES
         packed = self._codec.pack_request(request, worker, device_map)
-        call = self._make(worker, request, timeout)
+        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        if request.idempotent and self._extensions.may_repeat():
+            call.repeats = Repeats(request, timeout)
         self._start(call, request, packed, packed.tensors, device_map)
         return call.future
 
@@ -139,7 +143,9 @@ class Caller:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack_request(request, worker, device_map)
-        call = self._make(worker, request, timeout)
+        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        if request.idempotent and self._extensions.may_repeat():
+            call.repeats = Repeats(request, timeout)
         try:
             waiter = self._begin(call, request, packed, packed.tensors, device_map, blocks=False)
             if waiter is not None:
@@ -174,12 +180,6 @@ class Caller:
         call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
         self._start(call, request, packed, tensors, device_map, broadcast)
         return call.future
-
-    def _make(self, worker: WorkerInfo, request: Request, timeout: float) -> Call:
-        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
-        if request.idempotent and self._extensions.may_repeat():
-            call.repeats = Repeats(request, timeout)
-        return call
 
     def _start(
         self,
@@ -253,27 +253,27 @@ class Caller:
         self.in_flight[identifier] = call  # the answer may arrive before `send` returns
         if not handler.user_values:
             return None
-        self.counter.begin_request(identifier)
+        self.counter.requests.add(identifier)
+        self.counter.last_request = identifier
         if call.timeout:
-            call.tell_timeout(envelope)
+            envelope.timeout_ms = max(1, min(int(1000 * call.timeout), MAX_TIMEOUT_MS))
         nbytes = len(packed.body)
         if tensors:
             nbytes += bytes_of(tensors)
-        return self._admit(call, nbytes, blocks=blocks)
-
-    def _admit(self, call: Call, nbytes: int, *, blocks: bool) -> Waiter | None:
-        """Counts a call as in flight. Returns what to wait for first if there is no capacity."""
-        worker, identifier = call.worker, call.identifier
         waiter = self.flow_control.admit(worker, identifier, nbytes, blocks=blocks)
         if waiter is not None:
-            call.begin_wait(State.QUEUED, waiter.wake)
-            # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
-            call.future.add_done_callback(waiter.wake)
-            if call.timeout:
-                self._deadlines.add(identifier, call.timeout)
-            if worker.wire_id in self._network.lost:  # handled before the request was registered
-                waiter.wake()
+            self._queue(call, waiter)
         return waiter
+
+    def _queue(self, call: Call, waiter: Waiter) -> None:
+        """Has a call wait for capacity."""
+        call.begin_wait(State.QUEUED, waiter.wake)
+        # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
+        call.future.add_done_callback(waiter.wake)
+        if call.timeout:
+            self._deadlines.add(call.identifier, call.timeout)
+        if call.worker.wire_id in self._network.lost:  # handled before the request was registered
+            waiter.wake()
 
     def _go_on(self, call: Call, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
         """Sends a call that there is capacity for, or has it wait for its worker; not if it has ended."""

@@ -77,6 +77,11 @@ class Codec:
 
     # Sending.
 
+    @property
+    def maps_devices(self) -> bool:
+        """Whether there is a device map for any worker."""
+        return bool(self._options.device_maps)
+
     def device_map(self, worker: WorkerInfo, reply_to: Incoming | None = None) -> DeviceMap:
         """Returns the device map of messages to a worker, or of the answer to a request of that worker."""
         if reply_to is None:
@@ -98,17 +103,25 @@ class Codec:
         try:
             return self._packer.pack(value, label, device_map)
         except SerializationError as error:
-            if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
-                advice = self._how_to_map(unmapped.device, worker, is_answer=is_answer)
-                raise SerializationError(error.path, advice) from unmapped
-            raise
+            raise self._explained(error, worker, is_answer=is_answer) from error.__cause__
 
     def pack_request(self, request: Request, worker: WorkerInfo, device_map: DeviceMap) -> Packed:
         """Pickles the value of a request, or what an extension puts in its place. Raises SerializationError."""
         value = request.value
         for encode in self._extensions.encode_request:
             value = encode(request.kind, value)
-        return self.pack(value, request.label, worker, device_map)
+        try:
+            return self._packer.pack(value, request.label, device_map)
+        except SerializationError as error:
+            raise self._explained(error, worker) from error.__cause__
+
+    def _explained(
+        self, error: SerializationError, worker: WorkerInfo, *, is_answer: bool = False
+    ) -> SerializationError:
+        """Returns an error that also says how to map the device of a tensor, if that is the problem."""
+        if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
+            return SerializationError(error.path, self._how_to_map(unmapped.device, worker, is_answer=is_answer))
+        return error
 
     def _how_to_map(self, device: torch.device, worker: WorkerInfo, *, is_answer: bool) -> str:
         options = type(self._options)
@@ -135,7 +148,8 @@ class Codec:
                 `Network.send`.
             Exception: an extension refuses the message; nothing was sent.
         """
-        self._network.check_present(message.destination)
+        if (absence := self._network.absence(message.destination)) is not None:
+            raise absence.as_error(message.destination.name)
         if not message.user_values:
             self._put(message, broadcast)
             return
@@ -188,7 +202,9 @@ class Codec:
             message.nbytes = nbytes + inline
             self.traffic.sent(message.destination.wire_id, message.nbytes)
             try:
-                message.ticket = self._network.send(message.destination, self._serialize(message))
+                if self._waiting_control:
+                    self._control.attach(message.destination, envelope, self._dumps)
+                message.ticket = self._network.send(message.destination, envelope.SerializeToString())
             except Exception:
                 _put_back(message, tensors)
                 raise
@@ -205,7 +221,9 @@ class Codec:
             message.tensors = []  # a received one gives its segment back, with this envelope or in it
             writer.settle(envelope)
             envelope.attached_nbytes = writer.attached_nbytes
-            data = self._serialize(message)
+            if self._waiting_control:
+                self._control.attach(message.destination, envelope, self._dumps)
+            data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
         except Exception:
             writer.abort()
@@ -222,12 +240,6 @@ class Codec:
             _put_back(message, tensors)
             raise
         writer.start()
-
-    def _serialize(self, message: Outgoing) -> bytes:
-        """Returns the envelope of a message as bytes, with the control messages that travel with it."""
-        if self._waiting_control:
-            self._control.attach(message.destination, message.envelope, self._dumps)
-        return message.envelope.SerializeToString()
 
     def _put_inline(self, message: Outgoing) -> int | None:
         """Puts the tensors of a message into its envelope; returns their bytes, or None if they go another way."""
@@ -295,7 +307,7 @@ class Codec:
             nbytes += len(body)
             self.traffic.received(source.wire_id, nbytes)
             message = Incoming(source, envelope, body, tensors, nbytes)
-            if user_values:
+            if user_values and (envelope.has_headers or self._extensions.observes):
                 self._extensions.on_receive(message)
             return message
         by_channel: dict[str, int] = {}
@@ -315,7 +327,7 @@ class Codec:
             raise
         self.traffic.received_by_channel(source.wire_id, by_channel)
         message = Incoming(source, envelope, body, tensors, sum(by_channel.values()))
-        if user_values:
+        if user_values and (envelope.has_headers or self._extensions.observes):
             self._extensions.on_receive(message)
         return message
 

@@ -45,14 +45,13 @@ class Extensions:
         self.encode_request: Sequence[Callable[[MessageType.ValueType, object], object]] = ()
         self.on_arrival: Sequence[Callable[[WorkerInfo, agent_pb2.Envelope], None]] = ()
         self.wait_before_run: Sequence[Callable[[agent_pb2.Envelope], Sequence[Awaited]]] = ()
-        self._on_send: Sequence[tuple[Callable[[], object] | None, Callable[[Outgoing], None]]] = ()
-        """When each of them has something to add to a request without references: see `Extension.adds_if`."""
+        self._on_send: Sequence[tuple[Extension, Callable[[Outgoing], None]]] = ()
         self._on_receive: Sequence[Callable[[Incoming], None]] = ()
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
         self._on_complete: Sequence[Callable[[int], None]] = ()
         self.has_on_complete = False
         """Whether some extension is told of the ends of calls."""
-        self._observes = False
+        self.observes = False
         """Whether some extension looks at messages without headers."""
 
     def add_handlers(self, control: Handler, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
@@ -86,13 +85,12 @@ class Extensions:
         self.encode_request = self._overridden("encode_request")
         self.on_arrival = self._overridden("on_arrival")
         self.wait_before_run = self._overridden("wait_before_run")
-        adders = [(each.__self__.adds_if, each) for each in self._overridden("on_send")]
-        self._on_send = adders
+        self._on_send = [(each.__self__, each) for each in self._overridden("on_send")]
         self._on_receive = self._overridden("on_receive")
         self._scope = self._overridden("scope")
-        self._on_complete = self._overridden("on_complete")
+        self._on_complete = [each for each in self._overridden("on_complete") if each.__self__.watches_ends]
         self.has_on_complete = bool(self._on_complete)
-        self._observes = any(each.is_on and each.observes_requests for each in self._extensions)
+        self.observes = any(each.is_on and each.observes_requests for each in self._extensions)
 
     def _overridden(self, hook: str) -> Sequence[Any]:
         """Returns this method of each extension that overrides it."""
@@ -120,18 +118,18 @@ class Extensions:
             Exception: what the hook of an extension raised, after `on_send_aborted` of this extension and of those
                 before it.
         """
-        is_plain_request = message.reply_to is None and not message.references
-        if (
-            not is_plain_request
-            and message.reply_to is not None
-            and not (message.references or message.reply_to.state)
-        ):
-            return
+        envelope, references, request = message.envelope, message.references, message.reply_to
         try:
-            for adds_if, on_send in self._on_send:
-                if not is_plain_request or adds_if is None or adds_if():
-                    on_send(message)
-                    message.envelope.has_headers = True
+            for extension, on_send in self._on_send:
+                if references and extension.adds_to_references:
+                    pass
+                elif request is not None:
+                    if type(extension) not in request.state:
+                        continue
+                elif extension.adds_if is not None and not extension.adds_if():
+                    continue
+                on_send(message)
+                envelope.has_headers = True
         except BaseException:
             self._abort_send(message, on_send)
             raise
@@ -191,10 +189,12 @@ class Extensions:
     # Receiving.
 
     def on_receive(self, message: Incoming) -> None:
-        """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled."""
-        if message.envelope.has_headers or self._observes:
-            for on_receive in self._on_receive:
-                on_receive(message)
+        """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled.
+
+        Called if there are headers, or some extension `observes`.
+        """
+        for on_receive in self._on_receive:
+            on_receive(message)
 
     def may_repeat(self) -> bool:
         """Returns whether a request that this thread sends may be sent again by another one."""

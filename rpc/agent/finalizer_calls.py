@@ -4,11 +4,11 @@ A collection runs at any line of any thread, which may hold any lock of the agen
 again would hang, and with it the thread: so what a finalizer (`__del__`) calls is sent by another thread.
 """
 
+import contextlib
 import gc
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, final
 
 from ...errors import NotInitializedError
@@ -32,25 +32,23 @@ class FinalizerCalls:
             executor: its threads send the calls.
             call_soon: calls a function on the event loop, and takes no lock.
         """
-        self.phases: dict[str, object] = {"start": None, "stop": None}
-        """The last key is the phase of the latest garbage collection; the value is what was told of it."""
+        self.collecting: set[int] = set()
+        """The threads that collect garbage now. Mostly empty."""
         self._executor = executor
         self._call_soon = call_soon
-        self._here = threading.local()
-        """Has as attributes what the calling thread was told of its own collections."""
-        # Functions in C only: a signal that comes in a callback in Python, such as that of Ctrl-C, would be lost.
-        self._callbacks: list[Callable[..., object]] = [
-            self.phases.pop,
-            self.phases.__setitem__,
-            partial(setattr, self._here),
-        ]
-        gc.callbacks.extend(self._callbacks)
+        self._callback = self._on_collection
+        gc.callbacks.append(self._callback)
+
+    def _on_collection(self, phase: str, _info: dict[str, int]) -> None:
+        """Is called by Python on the thread that collects."""
+        if phase == "start":
+            self.collecting.add(threading.get_ident())
+        else:
+            self.collecting.discard(threading.get_ident())
 
     def is_collecting_here(self) -> bool:
         """Returns whether the calling thread runs a finalizer in a garbage collection."""
-        if next(reversed(self.phases), None) != "start":
-            return False
-        return getattr(self._here, "start", None) is self.phases.get("start")
+        return threading.get_ident() in self.collecting
 
     def send(self, send: Callable[[], Future[Any]], worker: str, operation: str) -> Future[Any]:
         """Has another thread send a call.
@@ -74,9 +72,8 @@ class FinalizerCalls:
 
     def close(self) -> None:
         """Looks at collections no longer."""
-        for callback in self._callbacks:
-            if callback in gc.callbacks:
-                gc.callbacks.remove(callback)
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._callback)
 
 
 class _FinalizerFuture(Future[Any]):

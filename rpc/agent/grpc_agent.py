@@ -96,6 +96,7 @@ class GrpcAgent(RpcAgent):
         )
         self.worker_events = self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._network = factories.network(info, options, group, roster, self._executor)
+        self._by_name, self._incarnations = self._network.by_name, self._network.incarnations
         packer = Packer(options.pickler)
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network, self._control)
@@ -197,11 +198,12 @@ class GrpcAgent(RpcAgent):
 
     def worker(self, destination: Destination) -> WorkerInfo:
         """Returns the worker with this name, id or WorkerInfo."""
-        return self._network.worker(destination)
+        named = self._by_name.get(destination) if type(destination) is str else None
+        return named or self._network.worker(destination)
 
     def incarnation(self, wire_id: int) -> WorkerInfo:
         """Returns the worker, current or former, with this wire id."""
-        return self._network.incarnation(wire_id)
+        return self._incarnations.get(wire_id) or self._network.incarnation(wire_id)
 
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""
@@ -222,7 +224,9 @@ class GrpcAgent(RpcAgent):
 
     def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request and returns a future of its answer."""
-        return self._caller.send(worker, request, self._timeout_of(request))
+        if self._closed:
+            raise self._closed_error()
+        return self._caller.send(worker, request, self.rpc_timeout if request.timeout is None else request.timeout)
 
     async def request_async(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request, when there is capacity for it, and returns a future of its answer."""
@@ -239,8 +243,11 @@ class GrpcAgent(RpcAgent):
 
     def _timeout_of(self, request: Request) -> float:
         if self._closed:
-            raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
+            raise self._closed_error()
         return self.rpc_timeout if request.timeout is None else request.timeout
+
+    def _closed_error(self) -> NotInitializedError:
+        return NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
 
     def post(
         self,
@@ -411,7 +418,7 @@ class GrpcAgent(RpcAgent):
         self._control.close()
         self._caller.stop_deadlines()
         self._waiting_requests.close()
-        self._caller.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
+        self._caller.fail_all(self._closed_error())
         self._executor.close(CLOSE_TIMEOUT_S if in_order else HASTY_CLOSE_TIMEOUT_S)
         self._network.release()
         if self._group_store is not None:  # which would keep a store of torch's, its server and its port

@@ -244,6 +244,16 @@ class Network:
         self._listener.on_peer_joined(worker)
 
     @property
+    def by_name(self) -> Mapping[str, WorkerInfo]:
+        """The latest incarnations of all members, by name. Always the same object."""
+        return self._directory.by_name
+
+    @property
+    def incarnations(self) -> Mapping[int, WorkerInfo]:
+        """All incarnations of all workers, by wire id. Always the same object."""
+        return self._directory.incarnations
+
+    @property
     def lost(self) -> Mapping[int, WorkerEnd]:
         """The ends of the lost workers, by id."""
         return self.links.lost
@@ -262,8 +272,6 @@ class Network:
             UnknownWorkerError: there is no such member.
             ValueError: the destination is neither a name, an id nor a WorkerInfo.
         """
-        if type(destination) is str and (named := self._directory.named(destination)) is not None:
-            return named
         found = self._directory.find(destination)
         if found is None:
             known = [worker.name for worker in self.workers()]

@@ -22,6 +22,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader
+from ..contracts.devices import NO_DEVICES
 from ..contracts.extension import Awaited
 from ..contracts.messages import (
     ERROR,
@@ -283,7 +284,8 @@ class Server:
         return False
 
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
-        device_map = self._codec.device_map(request.source, request)
+        has_map = request.envelope.device_map
+        device_map = self._codec.device_map(request.source, request) if has_map else NO_DEVICES
         packed = self._codec.pack(value, "the result", request.source, device_map, is_answer=True)
         return Outgoing(
             request.source,
@@ -311,16 +313,13 @@ class Server:
 
     def _send_answer(self, answer: Outgoing) -> None:
         try:
-            self._send(answer)
+            self._codec.send(answer)
+            if answer.nbytes >= MIN_ANSWER_BYTES:
+                self.postponed.on_answer(answer.destination, answer.nbytes)
         except (WorkerLostError, WorkerSuspectError):
             pass  # a caller that is gone needs no answer; for one that is suspect, the call has failed
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
-
-    def _send(self, answer: Outgoing) -> None:
-        self._codec.send(answer)
-        if answer.nbytes >= MIN_ANSWER_BYTES:
-            self.postponed.on_answer(answer.destination, answer.nbytes)
 
     def _answer_later(self, key: tuple[int, int], future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
@@ -381,7 +380,10 @@ class Server:
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            self._send(Outgoing(source, envelope, self._codec.encode_failure(error)))
+            answer = Outgoing(source, envelope, self._codec.encode_failure(error))
+            self._codec.send(answer)
+            if answer.nbytes >= MIN_ANSWER_BYTES:
+                self.postponed.on_answer(source, answer.nbytes)
 
 
 def _is_refusal(error: BaseException) -> bool:

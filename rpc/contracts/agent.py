@@ -401,7 +401,7 @@ def current_agent() -> RpcAgent:
     Raises:
         NotInitializedError: there is no current agent, as in a child that a worker has forked.
     """
-    agent = holder.get()
+    agent = holder._thread.agent or holder._default  # as `holder.get` does
     if agent is None:
         raise holder.why_none()
     return agent

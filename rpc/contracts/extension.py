@@ -49,12 +49,18 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     control_kinds: ClassVar[Sequence[str]] = ()
     """The kinds of control messages that it registers handlers for."""
 
+    adds_to_references: bool = False
+    """Whether `on_send` has something to add to each message with references."""
+
     adds_if: Callable[[], object] | None = None
-    """Returns whether `on_send` has something to add to a request without references that this thread sends. A
-    function in C, which is called for each. None: `on_send` always looks itself."""
+    """Returns whether `on_send` has something to add to a request that this thread sends. A function in C, which
+    is called for each. None: `on_send` always looks itself."""
 
     observes_requests: bool = False
     """Whether `on_receive` looks at messages without headers, too. `set_enabled` makes a change known."""
+
+    watches_ends: bool = True
+    """Whether `on_complete` is called. `set_enabled` makes a change known."""
 
     is_on: bool = True
     """Whether its hooks on messages are called. One that is off costs nothing. `set_enabled` changes it."""
@@ -102,7 +108,8 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_send(self, message: Outgoing) -> None:
         """Adds headers to a message that is about to be sent. An exception keeps it from being sent.
 
-        Not called for an answer without references to a request that has nothing in `state`; see also `adds_if`.
+        Called for requests as `adds_if` says, for answers to requests that have something of this class in their
+        `state`, and for messages with references as `adds_to_references` says.
         """
 
     def on_send_aborted(self, message: Outgoing) -> None:

@@ -83,7 +83,7 @@ class _CtrlC:
 
     def __init__(self) -> None:
         self._users = 0
-        self._noted_at: float | None = None
+        self.noted_at: float | None = None
         """When an interrupt was noted that has not been raised, by the monotonic clock."""
 
     @contextmanager
@@ -105,19 +105,19 @@ class _CtrlC:
     def handle(self, _signal: int, frame: FrameType | None) -> None:
         """Handles SIGINT, which has interrupted a frame. Raises KeyboardInterrupt, or notes it for later."""
         now = time.monotonic()
-        is_overdue = self._noted_at is not None and now > self._noted_at + HANG_TIMEOUT_S
+        is_overdue = self.noted_at is not None and now > self.noted_at + HANG_TIMEOUT_S
         if is_overdue or not self._users or _may_raise(frame):
-            self._noted_at = None
+            self.noted_at = None
             raise KeyboardInterrupt
-        if self._noted_at is None:
-            self._noted_at = now
+        if self.noted_at is None:
+            self.noted_at = now
             self._trace_program(frame)
 
     @interruptible  # else one that comes right after the look would wait with it
     def check(self) -> None:
         """Raises an interrupt that was noted, if this is the main thread."""
-        if self._noted_at is not None and threading.current_thread() is threading.main_thread():
-            self._noted_at = None
+        if self.noted_at is not None and threading.current_thread() is threading.main_thread():
+            self.noted_at = None
             raise KeyboardInterrupt
 
     def _trace_program(self, frame: FrameType | None) -> None:

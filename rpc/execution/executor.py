@@ -283,7 +283,7 @@ class Executor:
             if self._closed:
                 return
             queue.append(task)
-            if self.poller.is_reading or self._thread.is_ending:
+            if self.poller.here.is_reading or self._thread.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
         if need is not Need.NOTHING:

@@ -162,6 +162,7 @@ class Future(torch.futures.Future[T]):
             finally:
                 if (complete := self._complete) is not None:
                     self._complete = None
+                    self._waiters.remove(waiter)
                     complete()
             if self.is_completing:
                 return
@@ -209,7 +210,9 @@ class Future(torch.futures.Future[T]):
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
-        self._wake()
+        self.is_completing = True
+        if self._waiters:
+            self._wake()
         AnyFuture.set_result(self, result)  # runs callbacks, for which nobody else should wait
         if self._callback is not None:
             self._call_back()
@@ -229,7 +232,7 @@ class Future(torch.futures.Future[T]):
         Returns:
             False if another thread waits, or none.
         """
-        if self._read_answer is None or self._executor.poller.expected_here is not self:
+        if self._read_answer is None or self._executor.poller.here.expected is not self:
             return False
         self._complete = partial(complete, *args)
         self.is_completing = True

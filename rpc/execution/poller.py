@@ -99,7 +99,8 @@ class Poller:
         self._busy_poll = busy_poll
         self._why_useless: Callable[[], Exception] | None = None
         """See `leave_to_parent`."""
-        self._thread = _ThreadState(busy_poll)
+        self.here = _ThreadState(busy_poll)
+        """What is kept about the calling thread."""
         self.kept: dict[int, float] = {}
         """The file descriptors that threads keep, and since when, by the monotonic clock."""
         self.last_ready = 0.0
@@ -117,22 +118,12 @@ class Poller:
         """What the next thread that is woken calls: a descriptor, -1 for none, and its handler."""
 
     @property
-    def is_reading(self) -> bool:
-        """Whether the calling thread handles a file descriptor."""
-        return self._thread.is_reading
-
-    @property
-    def expected_here(self) -> Expected | None:
-        """What the calling thread reads a descriptor for; None if it does not."""
-        return self._thread.expected
-
-    @property
     def waiter(self) -> SocketWaiter | None:
         """What the calling thread waits by for a descriptor that it reads itself; None if none can be made."""
-        if self._thread.waiter is None:
+        if self.here.waiter is None:
             with contextlib.suppress(OSError):
-                self._thread.waiter = SocketWaiter(self._busy_poll)
-        return self._thread.waiter
+                self.here.waiter = SocketWaiter(self._busy_poll)
+        return self.here.waiter
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
         """Has a thread call `on_ready` when a file descriptor is ready; see `Executor.watch`."""
@@ -162,7 +153,7 @@ class Poller:
         self.close()
         self.kept.clear()
         self._on_ready.clear()
-        self._thread = _ThreadState(self._busy_poll)
+        self.here = _ThreadState(self._busy_poll)
         self._why_useless = why_useless
 
     def wait(self, seconds: float | None) -> int | None:
@@ -190,7 +181,7 @@ class Poller:
 
     def _handle(self, on_ready: Callable[[], object]) -> bool:
         """Calls a handler; returns whether its descriptor is to be waited for again."""
-        thread = self._thread
+        thread = self.here
         thread.is_reading = True
         try:
             again = bool(on_ready())
@@ -226,7 +217,7 @@ class Poller:
         descriptor = source.descriptor
         if not source.begin_reading():
             return
-        thread = self._thread
+        thread = self.here
         here = [source]
         outer, thread.reads_here, thread.expected = (thread.reads_here, thread.expected), here, expected
         try:
@@ -259,7 +250,7 @@ class Poller:
 
     def forbid_waits_here(self) -> None:
         """Has waits of the calling thread, that of the event loop, raise instead of hanging."""
-        self._thread.must_not_wait = True
+        self.here.must_not_wait = True
 
     def stop_reading_here(self) -> None:
         """Gives back what the calling thread reads by `read_here`: a signal handler in it is about to wait.
@@ -271,7 +262,7 @@ class Poller:
         """
         if self._why_useless is not None:
             raise self._why_useless()
-        thread = self._thread
+        thread = self.here
         if thread.must_not_wait:
             raise RpcError(
                 f"thread {threading.current_thread().name!r} cannot wait for other workers, because it receives "
@@ -296,7 +287,7 @@ class Poller:
     def keep(self, descriptor: int) -> None:
         """Lets the calling thread keep a descriptor, until `release` or until another thread takes it over."""
         self.kept[descriptor] = self.last_ready
-        self._thread.descriptor = descriptor
+        self.here.descriptor = descriptor
 
     def spin(self, stop: Callable[[], object]) -> bool:
         """Looks again and again at the descriptor that the calling thread keeps, and handles it if it is ready.
@@ -307,7 +298,7 @@ class Poller:
         Returns:
             Whether it was ready. The thread keeps it.
         """
-        thread = self._thread
+        thread = self.here
         descriptor = thread.descriptor
         handler = self._on_ready.get(descriptor)
         if handler is None:
@@ -329,9 +320,9 @@ class Poller:
 
     def release(self) -> None:
         """Has the descriptor that the calling thread keeps waited for again, if there is one."""
-        descriptor = self._thread.descriptor
+        descriptor = self.here.descriptor
         if descriptor >= 0:
-            self._thread.descriptor = -1
+            self.here.descriptor = -1
             if self.kept.pop(descriptor, None) is not None:
                 self.watch_again(descriptor)
 

@@ -50,7 +50,8 @@ class SocketWaiter:
     @interruptible  # at any step: the next wait finds it as it was, or as it is to be
     def wait(self, descriptor: int) -> bool:
         """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
-        ctrl_c.check()
+        if ctrl_c.noted_at is not None:
+            ctrl_c.check()
         # Taken, since the handler of a signal that comes during `poll` may wait too.
         idle, self._idle = self._idle, None
         if idle is None or idle[0] != descriptor:

@@ -15,26 +15,26 @@ class Directory:
     """Members are added on one thread, and looked up on any."""
 
     def __init__(self) -> None:
+        self.incarnations: dict[int, WorkerInfo] = {}
+        """All incarnations of all workers, by wire id. Only looked up."""
         self.members: Mapping[int, Member] = {}
         """All incarnations of all workers, by wire id. Never changed, but replaced: others may walk through it."""
-        self._by_name: dict[str, WorkerInfo] = {}
+        self.by_name: dict[str, WorkerInfo] = {}
+        """The latest incarnation of each worker. Only looked up."""
         self._by_rank: dict[int, WorkerInfo] = {}
 
     def add(self, member: Member) -> None:
         """Adds a member, which takes the place of those that had its name or its rank."""
         info = member.info
-        self._by_name[info.name] = info
+        self.by_name[info.name] = info
         self._by_rank[info.id] = info
+        self.incarnations[info.wire_id] = info
         self.members = {**self.members, info.wire_id: member}
 
     def latest(self) -> list[WorkerInfo]:
         """Returns the latest incarnation of each worker, by rank."""
         by_rank = dict(self._by_rank)
         return [by_rank[rank] for rank in sorted(by_rank)]
-
-    def named(self, name: str) -> WorkerInfo | None:
-        """Returns the worker with this name; None without one."""
-        return self._by_name.get(name)
 
     def find(self, destination: object) -> WorkerInfo | None:
         """Returns the latest incarnation of the worker with this name, rank or WorkerInfo; None without one.
@@ -47,7 +47,7 @@ class Directory:
             return found if found is not None and found.name == destination.name else None
         if isinstance(destination, bool) or not isinstance(destination, str | int):
             raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
-        return self._by_rank.get(destination) if isinstance(destination, int) else self._by_name.get(destination)
+        return self._by_rank.get(destination) if isinstance(destination, int) else self.by_name.get(destination)
 
     def incarnation(self, wire_id: int) -> WorkerInfo:
         """Returns the incarnation with this wire id. Raises UnknownWorkerError if there is none."""

@@ -131,6 +131,7 @@ class Profiling(Extension):
     # Hooks.
 
     adds_if = staticmethod(_call_to_send.get)
+    watches_ends = False
 
     def on_send(self, message: Outgoing) -> None:
         """Adds to a request that it asks for the callee's events, and to an answer the events."""
@@ -141,6 +142,9 @@ class Profiling(Extension):
                 message.envelope.profile.SetInParent()
         elif (call := _call_to_send.get()) is not None:
             _call_to_send.set(None)
+            if not self.watches_ends:  # as long as nobody profiles, there is nothing to watch
+                self.watches_ends = True
+                self.on_enabled()
             self._calls[message.envelope.id] = call
             message.envelope.profile.CopyFrom(call.config)
 

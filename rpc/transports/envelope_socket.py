@@ -90,7 +90,6 @@ class EnvelopeSocket:
         connection.settimeout(0)
         self._connection = connection
         self._executor = executor
-        self._on_envelope = on_envelope
         self._on_end = on_end
         self._on_malformed = on_malformed
         self._segments = segments
@@ -108,9 +107,7 @@ class EnvelopeSocket:
         self.reading = threading.Lock()
         """Held by the thread that reads."""
         # What follows is used with the lock.
-        self._pause: concurrent.futures.Future[None] | None = None
-        """The last that `on_envelope` has returned since reading began."""
-        self._reader = FrameReader(self._deliver, segments, pulses, allocate)
+        self._reader = FrameReader(on_envelope, segments, pulses, allocate)
         self._has_ended = False
         """Whether nothing more is read."""
 
@@ -250,44 +247,47 @@ class EnvelopeSocket:
         """Reads and handles a chunk; returns False if nothing more is to be read for now. Called with the lock."""
         if self._has_ended or self._paused:
             return False
+        reader = self._reader
         try:
-            if self._reader.is_in_large:
-                has_ended = self._reader.read_large(self._connection)
-            elif self._segments is None:
-                has_ended = self._take(self._connection.recv(READ_BYTES))
+            if reader.large is not None:
+                has_ended = reader.read_large(self._connection)
             else:
-                data, rights, _, _ = cast("socket.socket", self._connection).recvmsg(*RECVMSG_ARGS)
-                if rights:
-                    self._reader.add_descriptors(rights)
-                has_ended = self._take(data)
+                if self._segments is None:
+                    data = self._connection.recv(READ_BYTES)
+                else:
+                    data, rights, _, _ = cast("socket.socket", self._connection).recvmsg(*RECVMSG_ARGS)
+                    if rights:
+                        reader.add_descriptors(rights)
+                has_ended = reader.take(data)
             self.has_heard = True
             if has_ended:
                 self._end("")
         except BlockingIOError:
             pass
-        except (DecodeError, ValueError) as error:
-            self._on_malformed(error)
-            self._end(f"it sent bytes that are no message: {error}")
-        except OSError as error:
-            self._end(f"its connection broke: {error}" if str(error) else CLOSED)
         except Exception as error:
-            log.exception("a message cannot be handled")
-            self._end(f"its connection failed: {error!r}")
+            self._end(self._reason_of(error))
         except BaseException:  # of the handler of a signal: bytes may be lost
             self._writer.cut()
             raise
-        if self._pause is not None and not self._has_ended:
+        if reader.pause is None:
+            return not self._has_ended
+        if not self._has_ended:
             self._paused.append(self.descriptor)
-        return not self._has_ended and self._pause is None
+        return False
 
-    def _take(self, data: bytes) -> bool:
-        if not data:
-            raise ConnectionResetError
-        return self._reader.take(data)
+    def _reason_of(self, error: Exception) -> str:
+        """Returns why nothing more is read after an error."""
+        if isinstance(error, DecodeError | ValueError):
+            self._on_malformed(error)
+            return f"it sent bytes that are no message: {error}"
+        if isinstance(error, OSError):
+            return f"its connection broke: {error}" if str(error) else CLOSED
+        log.error("a message cannot be handled", exc_info=error)
+        return f"its connection failed: {error!r}"
 
     def end_reading(self) -> None:
         """Lets other threads read."""
-        pause, self._pause = self._pause, None
+        pause, self._reader.pause = self._reader.pause, None
         self.reading.release()
         # Not before: whoever reads after the pause must find the lock free, or nobody would.
         if pause is not None and self._paused:
@@ -303,12 +303,6 @@ class EnvelopeSocket:
         """Ends a pause. Does nothing if there is none."""
         with contextlib.suppress(IndexError):
             self._executor.poller.watch_again(self._paused.pop())
-
-    def _deliver(self, *arrived: Any) -> None:
-        """Reports an envelope: see OnEnvelope."""
-        pause = self._on_envelope(*arrived)
-        if pause is not None:
-            self._pause = pause
 
     def _end(self, reason: str) -> None:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""

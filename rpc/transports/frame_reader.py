@@ -1,11 +1,12 @@
 """Takes what a socket brings apart into frames, and has them handled."""
 
+import concurrent.futures
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 from ...proto.v1 import agent_pb2
 from ..wire.parsing import SMALL_BYTES, check_envelope
@@ -39,7 +40,7 @@ class FrameReader:
 
     def __init__(
         self,
-        on_envelope: Callable[..., None],
+        on_envelope: Callable[..., "concurrent.futures.Future[None] | None"],
         segments: SegmentListener | None,
         pulses: PulseExchange | None,
         allocate: Callable[[int], memoryview],
@@ -48,7 +49,7 @@ class FrameReader:
 
         Args:
             on_envelope: called with each envelope, the bytes of memory that it takes, and those that followed it,
-                if any did.
+                if any did. Returns what to wait for before more is read, if anything.
             segments: handles the frames about shared memory; None if there must be none.
             pulses: handles those about pulses; None if there must be none.
             allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
@@ -60,18 +61,11 @@ class FrameReader:
         self._descriptors: deque[int] = deque()
         self._beginning = b""
         """Bytes of a frame whose rest has not arrived."""
-        self._large: LargeEnvelope | AttachedBytes | None = None
-        """The envelope that is being received, or what follows one, if more is to come than is read at a time."""
-
-    @property
-    def is_in_large(self) -> bool:
-        """Whether the next bytes are to be read by `read_large`."""
-        return self._large is not None
-
-    @property
-    def is_between(self) -> bool:
-        """Whether the next bytes begin a frame."""
-        return not self._beginning and self._large is None
+        self.large: LargeEnvelope | AttachedBytes | None = None
+        """The envelope that is being received, or what follows one, if more is to come than is read at a time: the
+        next bytes are to be read by `read_large`."""
+        self.pause: concurrent.futures.Future[None] | None = None
+        """The last that `on_envelope` has returned. Whoever has waited for it resets it."""
 
     def add_descriptors(self, rights: Sequence[tuple[int, int, bytes]]) -> None:
         """Keeps the descriptors that `recvmsg` has brought. Raises ValueError if there are too many."""
@@ -88,12 +82,12 @@ class FrameReader:
             BlockingIOError: nothing has arrived.
             OSError: the connection is broken.
         """
-        assert self._large is not None
-        after = self._large.read(connection)
-        if (arrived := self._large.arrived) is None:
+        assert self.large is not None
+        after = self.large.read(connection)
+        if (arrived := self.large.arrived) is None:
             return False
-        self._large = None
-        self._on_envelope(*arrived)
+        self.large = None
+        self._deliver(*arrived)
         return self.take(after)
 
     def take(self, data: bytes) -> bool:
@@ -103,9 +97,12 @@ class FrameReader:
             Whether the peer sends nothing more.
 
         Raises:
+            ConnectionResetError: there is nothing, which tells that the peer has closed the connection.
             DecodeError: an envelope is none.
             ValueError: the bytes are no frames, or contradict earlier ones.
         """
+        if not data:
+            raise ConnectionResetError
         if self._beginning:
             data = self._beginning + data
         start, end = 0, len(data)
@@ -116,27 +113,38 @@ class FrameReader:
                 if length > _MAX_BYTES.get(kind, MAX_SIDE_FRAME_BYTES):
                     raise ValueError(f"a frame of {length} bytes")
                 if length > READ_BYTES:
-                    self._large = LargeEnvelope(length, data[content:])
+                    self.large = LargeEnvelope(length, data[content:])
                     start = end
                 break
             start = content + length
             if kind == FrameKind.ENVELOPE:
                 if length > SMALL_BYTES:
                     length += check_envelope(data[content:start])
-                self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
+                pause = self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
+                if pause is not None:
+                    self.pause = pause
             elif kind == FrameKind.ATTACHED:
-                large = AttachedBytes(data[content:start], self._allocate)
-                start += large.fill(memoryview(data)[start:])
-                if (arrived := large.arrived) is None:
-                    self._large = large
-                else:
-                    self._on_envelope(*arrived)
+                start += self._take_attached(data[content:start], memoryview(data)[start:])
             elif kind == FrameKind.END:
                 return True
             else:
                 self._take_other(kind, data[content:start])
         self._beginning = data[start:]
         return False
+
+    def _take_attached(self, envelope: bytes, following: memoryview) -> int:
+        """Begins to receive what follows an envelope; returns how much of it is there."""
+        large = AttachedBytes(envelope, self._allocate)
+        count = large.fill(following)
+        if (arrived := large.arrived) is None:
+            self.large = large
+        else:
+            self._deliver(*arrived)
+        return count
+
+    def _deliver(self, *arrived: Any) -> None:
+        if (pause := self._on_envelope(*arrived)) is not None:
+            self.pause = pause
 
     def close(self) -> None:
         """Closes the descriptors whose frames have not come."""

@@ -118,7 +118,9 @@ class FrameWriter:
         self._queue.append(frame)
         if self._behind and time.monotonic() >= self._take_along_at:
             self._take_along()
-        self._flush()
+        # Again after each release: a frame may have been queued by a thread that found the lock held.
+        while self._queue and not self._is_full and self._writing.acquire(blocking=False):
+            self._write()
 
     def put_behind(self, frame: bytes, seconds: float) -> None:
         """Queues a frame that waits for another one, to be in the same write; drops it if the socket is broken.
@@ -222,41 +224,40 @@ class FrameWriter:
                 self._queue.append(self._behind.popleft())
 
     def _flush(self) -> None:
-        """Writes what is queued, unless another thread is writing or the socket is full."""
-        # Again after each release: a frame may have been queued by a thread that found the lock held.
+        """Writes what is queued, unless another thread is writing or the socket is full: see `put`."""
         while self._queue and not self._is_full and self._writing.acquire(blocking=False):
-            try:
-                self._write()
-            except BlockingIOError:
-                self._unbegin()
-                self._is_full = True
-                self._wait_for_writable()
-            except OSError:
-                self._drop_queue()
-                self.cut()
-            except BaseException:  # of the handler of a signal, or no memory
-                self.cut()
-                raise
-            finally:
-                self._writing.release()
-                if self._is_to_be_released:
-                    self.release()
+            self._write()
 
     def _write(self) -> None:
-        """Writes what is queued. Called with the lock. Raises BlockingIOError if the socket is full."""
+        """Writes what is queued, and releases the lock."""
         queue, connection = self._queue, self._connection
-        while queue:
-            frame = queue[0]
-            if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
-                self._write_some()
-                continue
-            self._begun = 1
-            sent = connection.send(frame, socket.MSG_NOSIGNAL)
-            if sent < len(frame):
-                self._left, self._is_partial = [memoryview(frame)[sent:]], True
-            else:
-                queue.popleft()
-                self._begun = 0
+        try:
+            while queue:
+                frame = queue[0]
+                if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
+                    self._write_some()
+                    continue
+                self._begun = 1
+                sent = connection.send(frame, socket.MSG_NOSIGNAL)
+                if sent < len(frame):
+                    self._left, self._is_partial = [memoryview(frame)[sent:]], True
+                else:
+                    queue.popleft()
+                    self._begun = 0
+        except BlockingIOError:
+            self._unbegin()
+            self._is_full = True
+            self._wait_for_writable()
+        except OSError:
+            self._drop_queue()
+            self.cut()
+        except BaseException:  # of the handler of a signal, or no memory
+            self.cut()
+            raise
+        finally:
+            self._writing.release()
+            if self._is_to_be_released:
+                self.release()
 
     def _write_some(self) -> None:
         """Begins to write the next frames, or goes on with those that are begun."""

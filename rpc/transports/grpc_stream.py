@@ -27,7 +27,7 @@ from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import parse_frame
-from .base import Connecting
+from .base import Connecting, TransportClosedError
 from .connection_log import log_connection
 from .envelope_socket import CLOSED
 from .grpc_calls import (
@@ -110,6 +110,12 @@ class GrpcStream:
 
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
         """Sends an envelope, or queues it."""
+        if (connection := self.outbox.socket) is not None:
+            try:
+                connection.send(envelope, attached)
+            except BrokenPipeError:
+                raise TransportClosedError(self.outbox.closed_reason or CLOSED) from None
+            return SENT_TICKET
         ticket = self.outbox.send(envelope, attached)
         # Not only for the first in the queue: Ctrl-C may have come between the two steps then.
         if ticket != SENT_TICKET and self._is_asleep:

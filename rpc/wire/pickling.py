@@ -116,6 +116,8 @@ class Packer:
             SerializationError: some part does not pickle; `path` says which.
         """
         try:
+            if type(value) is torch.Tensor and (packed := _pack_alone(value, device_map)) is not None:
+                return packed
             return self._pack(value, device_map)
         except Exception as error:
             raise explain_failure(
@@ -123,8 +125,6 @@ class Packer:
             ) from error
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
-        if type(value) is torch.Tensor and (packed := _pack_alone(value, device_map)) is not None:
-            return packed
         try:
             extractor = self._idle.pop()
         except IndexError:

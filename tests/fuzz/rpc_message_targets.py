@@ -68,6 +68,8 @@ class _Threads:
         self.lost: Mapping[int, Any] = {}
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.audit = AUDIT
+        self.by_name: dict[str, WorkerInfo] = {}
+        self.incarnations: dict[int, WorkerInfo] = {}
         self.listener: Any = None
         self._members: dict[int, WorkerInfo] = {}
 

@@ -239,9 +239,10 @@ class SimulatedNetwork:
         self.me = machine.info
         self.lost: dict[int, WorkerEnd] = {}
         self.fail_next = False
-        self.me = machine.info
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.audit = Audit(machine.info.name)
+        self.by_name: dict[str, WorkerInfo] = {}
+        self.incarnations: dict[int, WorkerInfo] = {}
         self._machine = machine
         self._world = machine.world
 
