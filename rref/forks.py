@@ -342,11 +342,13 @@ class References(ReferenceExtension):
         # now. Any other fork that is not confirmed needs no deleting.
         was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
         if fork.is_confirmed or was_sent:
+            try:
+                fork.deletion.pop()
+            except IndexError:  # another thread has told the owner
+                return
             payload = (tuple(fork.reference), tuple(fork.id))
             removed = lambda _error: self._remove_fork(fork)  # noqa: E731
-            self.agent.control.send(
-                fork.owner, "rref.delete", payload, removed, urgent=False, if_taken=fork.deletion
-            )
+            self.agent.control.send(fork.owner, "rref.delete", payload, removed, urgent=False)
         else:
             self.agent.control.run(partial(self._remove_fork, fork), urgent=False)
 

@@ -90,7 +90,6 @@ class AttachedControl:
             header.messages.add(number=sent.number, kind=sent.kind, payload=payload)
         if len(pickled) < len(waiting):
             queue.urgent.extend([sent for sent in waiting if sent.number < 0])
-        # Not before, because Ctrl-C may come at any step.
         for _ in waiting:
             queue.lingering.popleft()
 

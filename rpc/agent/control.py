@@ -118,17 +118,17 @@ class RetryingControlMessages:
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
-        if_taken: list[None] | None = None,
     ) -> None:
         """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
         sent = ControlMessage(kind, payload, done, expected, urgent)
         queue = self._queue(worker)
-        queue.add(sent, if_taken)
-        # Also if nothing was taken: a call that was interrupted may have queued it, and woken nobody.
         if urgent:
+            queue.urgent.append(sent)
             self._scheduler.submit(partial(self._flush, queue))
-        elif worker.wire_id not in self.waiting:
-            self._linger(queue)
+        else:
+            queue.lingering.append(sent)
+            if worker.wire_id not in self.waiting:
+                self._linger(queue)
 
     def _queue(self, worker: WorkerInfo) -> ControlQueue:
         queue = self._queues.get(worker.wire_id)
@@ -181,19 +181,16 @@ class RetryingControlMessages:
         if not is_own and time.monotonic() < since + ATTACH_AFTER_S:
             return
         queue = self._queues[worker.wire_id]
-        held: list[bool] = []
+        if not queue.sending.acquire(blocking=False):
+            return
         try:
-            held.extend(map(queue.sending.acquire, (False,)))  # by one call, which Ctrl-C cannot interrupt
-            if not held[0]:
-                return
             self._attached.attach(queue, envelope.control, dumps)
         except Exception:  # which is not that of the other message
             log.exception("control messages cannot be attached to a message to %s", worker.name)
             queue.drop_outcomes()  # the worker asks for them again
             return
         finally:
-            if held == [True]:
-                queue.sending.release()
+            queue.sending.release()
         if queue.urgent:
             self._scheduler.submit(partial(self._flush, queue))
         self._end_wait(queue)
@@ -235,25 +232,17 @@ class RetryingControlMessages:
     def _linger(self, queue: ControlQueue) -> None:
         """Notes that something waits, and has the control thread send it if it is not attached to a message.
 
-        As long as this is noted, the control thread is going to call `_flush`, wherever Ctrl-C comes.
+        As long as this is noted, the control thread is going to call `_flush`.
         """
-        flush = partial(self._flush, queue)
-        now = time.monotonic()
-        self.waiting[queue.worker.wire_id] = now
-        try:
-            self._scheduler.submit(flush, urgent=False)
-        except BaseException:
-            self._scheduler.submit(flush, urgent=False)
-            raise
+        self.waiting[queue.worker.wire_id] = time.monotonic()
+        self._scheduler.submit(partial(self._flush, queue), urgent=False)
 
     def _end_wait(self, queue: ControlQueue) -> None:
         """Notes that what has waited is sent."""
-        try:
-            self.waiting.pop(queue.worker.wire_id, None)
-        finally:
-            # Left over, or queued in between by a thread that has seen others wait.
-            if (queue.lingering and not queue.is_full) or queue.has_outcomes():
-                self._linger(queue)
+        self.waiting.pop(queue.worker.wire_id, None)
+        # Left over, or queued in between by a thread that has seen others wait.
+        if (queue.lingering and not queue.is_full) or queue.has_outcomes():
+            self._linger(queue)
 
     def _flush(self, queue: ControlQueue) -> None:
         """Sends what is queued for a worker, and has not been attached to another message."""
@@ -280,18 +269,14 @@ class RetryingControlMessages:
 
     def _send_queued(self, queue: ControlQueue) -> bool:
         """Sends what is queued for a worker as requests; returns False if another thread is at it."""
-        held: list[bool] = []
+        if not queue.sending.acquire(blocking=False):
+            return False
         try:
-            # By one call, which Ctrl-C cannot interrupt.
-            held.extend(map(queue.sending.acquire, (False,)))
-            if not held[0]:
-                return False
             is_sent = self._send_some(queue)
             while is_sent and (queue.lingering or queue.urgent):
                 is_sent = self._send_some(queue)
         finally:
-            if held == [True]:
-                queue.sending.release()
+            queue.sending.release()
         self._end_wait(queue)
         return True
 
@@ -309,7 +294,6 @@ class RetryingControlMessages:
         queue.is_full = False
         queue.number(messages)
         self._attempt(Batch(queue, messages))
-        # Not before, because Ctrl-C may come at any step.
         for _ in lingering:
             queue.lingering.popleft()
         for _ in urgent:

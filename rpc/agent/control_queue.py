@@ -4,7 +4,6 @@ import contextlib
 import threading
 from collections import deque
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, final
 
 from ..contracts.control import OnSettled
@@ -12,8 +11,6 @@ from ..contracts.worker import WorkerInfo
 from .control_inbox import WINDOW
 
 __all__ = ["Batch", "ControlMessage", "ControlQueue", "do_nothing"]
-
-_FIRST = itemgetter(0)
 
 MAX_FAILED = 1 << 10
 """Errors that there are to tell a worker, at most, of messages that it has attached to others. If there are more,
@@ -65,16 +62,6 @@ class ControlQueue:
         self.sending = threading.Lock()
         """Held by the thread that sends messages and numbers them. No thread waits for it."""
 
-    def add(self, sent: ControlMessage, if_taken: list[None] | None) -> None:
-        """Queues a message; given a list, only if an element can be taken out of that."""
-        queue = self.urgent if sent.urgent else self.lingering
-        if if_taken is None:
-            queue.append(sent)
-            return
-        taking = zip((sent,), map(list.pop, (if_taken,)), strict=True)
-        with contextlib.suppress(IndexError):  # there is none
-            queue.extend(map(_FIRST, taking))  # one call, which Ctrl-C cannot interrupt
-
     def has_outcomes(self) -> bool:
         """Returns whether there is something to tell the worker of messages that it has attached to others."""
         return bool(self.processed or self.failed)
@@ -93,9 +80,8 @@ class ControlQueue:
         """Numbers messages that are about to be sent. Called by the thread that holds `sending`."""
         for sent in messages:
             if sent.number < 0:
-                number = self.next_number
-                self.next_number = number + 1  # before it is given away: Ctrl-C may come in between
-                sent.number = number
+                sent.number = self.next_number
+                self.next_number += 1
             self.unacknowledged[sent.number] = sent
 
     def first_unacknowledged(self) -> int:

@@ -3,7 +3,7 @@
 An agent is running, then maybe in a graceful shutdown, then ending, then ended. Any thread may begin a graceful
 shutdown, and any thread may end it: all that wait for it wait for the end of the agent, and hold no lock.
 
-- For the main thread others do the work: a handler of a signal may interrupt it at any step, and raise.
+- For the main thread others do the work: a handler of a signal may interrupt the wait, and raise.
 - Another thread of the program ends the agent itself.
 - So does a thread of gradwire, such as one that runs a remote function. If it begins a graceful shutdown, it goes
   on at once, as that waits for what the thread does.

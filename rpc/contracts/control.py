@@ -35,7 +35,6 @@ class ControlMessages(Protocol):
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
-        if_taken: list[None] | None = None,
     ) -> None:
         """Sends a message, again and again until it is acknowledged. Messages to one worker travel together.
 
@@ -47,8 +46,6 @@ class ControlMessages(Protocol):
                 if the receiver is gone.
             expected: classes of errors that the handler answers with on purpose; others are logged.
             urgent: False if it may wait some milliseconds for others to travel with.
-            if_taken: a list of one element or none. The message is sent only if this call takes the element out:
-                so one of several calls sends it, also if a signal has interrupted one that is then repeated.
         """
 
     def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:

@@ -61,7 +61,6 @@ class _NoControlMessages:
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
-        if_taken: list[None] | None = None,
     ) -> None:
         pass
 

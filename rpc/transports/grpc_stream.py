@@ -117,7 +117,6 @@ class GrpcStream:
                 raise TransportClosedError(self.outbox.closed_reason or CLOSED) from None
             return SENT_TICKET
         ticket = self.outbox.send(envelope, attached)
-        # Not only for the first in the queue: Ctrl-C may have come between the two steps then.
         if ticket != SENT_TICKET and self._is_asleep:
             self._loop.call_soon_threadsafe(self._start_or_wake)
         return ticket
