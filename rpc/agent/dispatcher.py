@@ -82,12 +82,12 @@ class Dispatcher:
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> Pause:
         """Handles an envelope whose payloads have not arrived yet."""
-        self._server.on_announced(source, envelope)
+        self._server.arrive(source, envelope)
         return self._received.pause_of(source)
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.waiting.discard(source, envelope)
+        self._server.calls.discard((source.wire_id, envelope.id))
 
     def on_message(
         self,
@@ -105,10 +105,10 @@ class Dispatcher:
         elif kind in ANSWERS:
             self._caller.receive(source, envelope, payloads)
         else:
-            if not announced:
-                self._server.on_announced(source, envelope)
+            call = self._server.find(source, envelope) if announced else self._server.arrive(source, envelope)
+            call.payloads = payloads
             pause = self._received.add(source, nbytes)
-            self._executor.submit(self._server.serve, source, envelope, payloads)
+            self._executor.submit(self._server.serve, call)
             return pause
         return None
 
@@ -127,7 +127,7 @@ class Dispatcher:
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
         if not end.orderly:  # who has left on purpose has sent its last calls on purpose, too
-            self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
+            self._server.calls.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
         self._handle_change(worker, partial(self._lose, worker, end, unsent))
 
@@ -135,7 +135,7 @@ class Dispatcher:
         """Handles a worker that does not answer: see NetworkListener."""
         self._worker_events.record_suspect(worker, reason)
         # Here and now: what comes by the next connection is not concerned.
-        self._server.waiting.cancel_all(worker)
+        self._server.calls.cancel_all(worker)
         concerned = self._caller.sent_to(worker, waits=waits)
         # By itself: callbacks of the futures may wait until the worker is back.
         self._executor.submit(self._caller.on_worker_suspect, worker, reason, concerned, unsent)

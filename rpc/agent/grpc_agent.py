@@ -43,9 +43,9 @@ from .multi_sender import MultiSender
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
+from .served_calls import MIN_WAIT_S, ServedCalls
 from .server import Server
 from .shutdown import Shutdown
-from .waiting_requests import MIN_WAIT_S, WaitingRequests
 
 __all__ = ["GrpcAgent"]
 
@@ -114,7 +114,7 @@ class GrpcAgent(RpcAgent):
             self._caller, self._codec, self._network, self._extensions, self._executor
         )
         self._received = ReceivedRequests(options.flow_control)
-        self._waiting_requests = WaitingRequests(options.flow_control, factories.deadlines, info.name)
+        self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
         self._server = Server(
             info,
             self._codec,
@@ -123,7 +123,7 @@ class GrpcAgent(RpcAgent):
             self._calls,
             nesting,
             self._received,
-            self._waiting_requests,
+            self._served,
             PostponedRequests(options.flow_control, self._network),
         )
         self._all_gather_service = AllGatherService(self)
@@ -347,7 +347,7 @@ class GrpcAgent(RpcAgent):
             "agent.client_active_calls": len(self._caller.in_flight),
             "unanswered_calls": dict(self._caller.unanswered()),
             "agent.server_active_calls": self._calls.served,
-            "agent.server_active_async_calls": len(self._server.deferred),
+            "agent.server_active_async_calls": len(self._served.deferred),
             "executor_threads": self._executor.threads,
             "links": self._network.links.describe(),
             "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
@@ -367,7 +367,7 @@ class GrpcAgent(RpcAgent):
     def _flow_figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         queued = {"send_queue_bytes": self._network.queued_bytes(worker.wire_id)}
         received, postponed = self._received.figures(worker), self._server.postponed.figures(worker)
-        parked = self._waiting_requests.figures(worker)
+        parked = self._served.figures(worker)
         return {**self._caller.flow_control.figures(worker), **queued, **received, **postponed, **parked}
 
     def join(self, timeout: float) -> None:
@@ -417,7 +417,7 @@ class GrpcAgent(RpcAgent):
         self._network.disconnect(end)
         self._control.close()
         self._caller.stop_deadlines()
-        self._waiting_requests.close()
+        self._served.close()
         self._caller.fail_all(self._closed_error())
         self._executor.close(CLOSE_TIMEOUT_S if in_order else HASTY_CLOSE_TIMEOUT_S)
         self._network.release()

@@ -3,7 +3,7 @@
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast, final
 
@@ -21,7 +21,6 @@ from ...errors import (
 )
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
-from ..channels.payloads import PayloadReader
 from ..contracts.devices import NO_DEVICES
 from ..contracts.extension import Awaited
 from ..contracts.messages import (
@@ -38,13 +37,13 @@ from ..contracts.messages import (
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from .codec import Codec
-from .deferred_answers import DeferredAnswer, DeferredAnswers
 from .extensions import Extensions
 from .flow_control import Nesting
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .received_requests import ReceivedRequests
+from .served_call import CallKey, ServedCall, ServedState
+from .served_calls import NotBegun, ServedCalls
 from .stats import CallCounter
-from .waiting_requests import NotBegun, WaitingRequests
 
 __all__ = ["Server"]
 
@@ -61,10 +60,10 @@ class Server:
         codec: Codec,
         extensions: Extensions,
         executor: Executor,
-        calls: CallCounter,
+        counter: CallCounter,
         nesting: Nesting,
         received: ReceivedRequests,
-        waiting: WaitingRequests,
+        calls: ServedCalls,
         postponed: PostponedRequests,
     ) -> None:
         """Makes the server of one agent.
@@ -74,133 +73,113 @@ class Server:
             codec: decodes requests and encodes answers.
             extensions: have the handlers, and hooks.
             executor: runs the handlers.
-            calls: counts users' calls in flight.
+            counter: counts users' calls in flight.
             nesting: is told how deep the calls are that the handlers make.
             received: is told of requests that begin to run.
-            waiting: the users' requests that have not begun to run.
+            calls: the users' requests that have not begun to run, or are to be answered later.
             postponed: postpones the calls of workers for which too much is queued.
         """
-        self.waiting = waiting
-        self.deferred = DeferredAnswers()
-        """Requests that are to be answered later."""
+        self.calls = calls
+        """The requests that have not begun to run, and those that are to be answered later."""
         self.answering = CallCounter()
-        """Those of them whose answer is known and has not been sent."""
+        """Those of the latter whose answer is known and has not been sent."""
         self._me = me
         self._codec = codec
         self._extensions = extensions
         self._executor = executor
-        self._calls = calls
+        self._counter = counter
         self._nesting = nesting
         self._received = received
         self.postponed = postponed
 
-    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Notes a request that has arrived. Called on any thread."""
+    def arrive(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> ServedCall:
+        """Notes a request that has arrived; its payloads may be on their way. Called on any thread."""
         handler = self._extensions.handlers.get(envelope.type)
+        call = ServedCall(source, envelope, handler)
         if handler is not None and handler.user_values and envelope.id:
-            self.waiting.add(source, envelope)
+            self.calls.add(call)
             for on_arrival in self._extensions.on_arrival:
                 on_arrival(source, envelope)
+        return call
 
-    def serve(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        payloads: PayloadReader,
-        awaited: Sequence[Awaited] = (),  # noqa: ARG002 - kept alive meanwhile
-    ) -> None:
-        """Runs a request and answers it, or has it wait. Runs on a thread of the executor.
+    def find(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> ServedCall:
+        """Returns a request that has arrived before its payloads. It may not be waiting any more."""
+        found = self.calls.waiting.get((source.wire_id, envelope.id)) if envelope.id else None
+        return found or ServedCall(source, envelope, self._extensions.handlers.get(envelope.type))
 
-        Args:
-            source: the caller.
-            envelope: the request's.
-            payloads: reads its payloads.
-            awaited: what it has waited for.
-        """
-        nbytes = self._received.begin(source)
+    def serve(self, call: ServedCall) -> None:
+        """Runs a request and answers it, or has it wait. Runs on a thread of the executor."""
+        source, envelope, handler = call.source, call.envelope, call.handler
+        call.nbytes = self._received.begin(source)
         if envelope.HasField("control"):
             self._codec.receive_control(source, envelope)
-        handler = self._extensions.handlers.get(envelope.type)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
         elif (
             self.postponed.waiting
             and handler.user_values
             and envelope.id  # not the items of a stream, which are no calls
-            and self._postpone(source, envelope, payloads, nbytes)
+            and self._postpone(call)
         ):
             pass
         elif not handler.user_values:
             self._nesting.depth = envelope.depth + 1  # hooks of a backward pass may make calls
             try:
-                self._run(source, envelope, payloads, handler)
+                self._run(call, handler)
             finally:
                 self._nesting.depth = 0
-        elif (
-            envelope.id
-            and (envelope.needed_values or envelope.references)
-            and self._park(source, envelope, payloads, nbytes)
-        ):
+        elif envelope.id and (envelope.needed_values or envelope.references) and self._park(call):
             pass
+        elif envelope.id and (reason := self.calls.begin(call)) is not None:
+            self._drop(call, handler, reason)
         else:
-            deadline = self.waiting.begin(source, envelope) if envelope.id else 0.0
-            if isinstance(deadline, NotBegun):
-                self._drop(source, envelope, handler, deadline)
-                return
-            self._calls.begin_serving()
+            self._counter.begin_serving()
             nesting = self._nesting
-            nesting.depth, nesting.deadline = envelope.depth + 1, deadline
-            deferred = False
+            nesting.depth, nesting.deadline = envelope.depth + 1, call.deadline
             try:
-                deferred = self._run(source, envelope, payloads, handler)
+                self._run(call, handler)
             finally:
                 nesting.depth, nesting.deadline = 0, 0.0
-                self._calls.end_serving(deferred=deferred)
+                self._counter.end_serving(deferred=call.message is not None)
 
-    def _postpone(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
-    ) -> bool:
+    def _postpone(self, call: ServedCall) -> bool:
         """Returns whether a call is postponed, or refused because too many are."""
+        call.state = ServedState.POSTPONED
         try:
-            return self.postponed.add(source, partial(self._submit_again, source, envelope, payloads, nbytes))
+            is_postponed = self.postponed.add(call.source, partial(self._submit_again, call))
         except LimitReachedError as error:
-            self._refuse(source, envelope, error)
+            self._refuse(call, error)
             return True
+        if not is_postponed:
+            call.state = ServedState.ARRIVED
+        return is_postponed
 
-    def _park(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
-    ) -> bool:
+    def _park(self, call: ServedCall) -> bool:
         """Returns whether a call waits for what it names, or is refused because too many do."""
         awaited: list[Awaited] = []
         for wait_before_run in self._extensions.wait_before_run:
-            awaited += wait_before_run(envelope)
-        if not awaited or not self.waiting.may_begin(source, envelope):
+            awaited += wait_before_run(call.envelope)
+        if not awaited or not self.calls.may_begin(call):
             return False
         try:
-            resume = partial(self._submit_again, source, envelope, payloads, nbytes)
-            self.waiting.park(source, envelope, awaited, nbytes, resume)
+            self.calls.park(call, awaited, self._submit_again)
         except LimitReachedError as error:
-            self._refuse(source, envelope, error)
+            self._refuse(call, error)
         return True
 
-    def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        self._extensions.on_decode_error(source, envelope, error)
-        self.reject(source, envelope, error)
+    def _refuse(self, call: ServedCall, error: Exception) -> None:
+        self._extensions.on_decode_error(call.source, call.envelope, error)
+        self.reject(call.source, call.envelope, error)
 
-    def _submit_again(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        payloads: PayloadReader,
-        nbytes: int,
-        awaited: Sequence[Awaited] = (),
-    ) -> None:
+    def _submit_again(self, call: ServedCall) -> None:
         """Has a request run that was postponed or parked, if nothing else keeps it from that by then."""
-        self._received.add(source, nbytes)
-        self._executor.submit(self.serve, source, envelope, payloads, awaited)
+        call.state = ServedState.ARRIVED
+        self._received.add(call.source, call.nbytes)
+        self._executor.submit(self.serve, call)
 
-    def _drop(self, source: WorkerInfo, envelope: agent_pb2.Envelope, handler: Handler, reason: NotBegun) -> None:
+    def _drop(self, call: ServedCall, handler: Handler, reason: NotBegun) -> None:
         """Answers a request that does not begin, so that its caller knows that it is over."""
+        source, envelope = call.source, call.envelope
         error: RpcError
         if reason is NotBegun.CANCELLED:
             error = RpcCancelledError(self._me.name)
@@ -216,37 +195,35 @@ class Server:
 
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
-        self.waiting.discard(source, envelope)
+        self.calls.discard((source.wire_id, envelope.id))
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
             self._codec.record_refusal(source, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error, has_begun=False)
 
-    def _run(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
-    ) -> bool:
-        """Runs the handler of a request and answers, with its error if it raises.
-
-        Returns:
-            Whether the answer is deferred.
-        """
+    def _run(self, call: ServedCall, handler: Handler) -> None:
+        """Runs the handler of a request and answers, with its error if it raises; or has it answered later."""
+        source, envelope, payloads = call.source, call.envelope, call.payloads
+        assert payloads is not None
+        call.payloads = None  # which keep memory of the caller
         has_begun = False
         try:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
+            del payloads
             try:
                 if (scope := self._extensions.scope(message)) is None:
-                    return self._run_in_scope(message, handler)
-                with scope:
-                    return self._run_in_scope(message, handler)
+                    self._run_in_scope(call, message, handler)
+                else:
+                    with scope:
+                        self._run_in_scope(call, message, handler)
             finally:
                 message.error = message.failure = None  # their tracebacks lead back to this frame
                 has_begun = message.has_begun
         except BaseException as error:
             self._answer_error(source, envelope, error, has_begun=has_begun)
-            return False
 
-    def _run_in_scope(self, message: Incoming, handler: Handler) -> bool:
+    def _run_in_scope(self, call: ServedCall, message: Incoming, handler: Handler) -> None:
         try:
             try:
                 message.value = self._codec.unpack(message)
@@ -261,18 +238,18 @@ class Server:
             if isinstance(result, LaterAnswer):
                 if isinstance(result, PiggybackedAnswer):
                     self._answer_piggybacked(message, result, handler)
-                    return False
+                    return
                 future = cast(Deferred, result).future
                 if not future.done():
-                    key = self.deferred.add(message, handler)
-                    future.add_done_callback(partial(self._answer_later, key))
-                    if self.deferred.is_lost(message.source):  # who may have been told before it was registered
-                        self._executor.submit(self.abort, [key])
-                    return True
+                    self.calls.defer(call, message)
+                    future.add_done_callback(partial(self._answer_later, call.key))
+                    if self.calls.is_gone(message.source):  # who may have been told before it was registered
+                        self._executor.submit(self.abort, [call.key])
+                    return
                 # Not raised here: every raise would add a frame to an error that is kept.
                 if (error := future.exception()) is not None:
                     self._answer_error(message.source, message.envelope, error)
-                    return False
+                    return
                 result = future.result()
             if message.envelope.id:
                 answer = self._pack_answer(message, result, handler)
@@ -281,7 +258,6 @@ class Server:
         except BaseException as error:
             message.error = error  # which scopes look at when they end
             self._answer_error(message.source, message.envelope, error, has_begun=message.has_begun)
-        return False
 
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
         has_map = request.envelope.device_map
@@ -321,14 +297,16 @@ class Server:
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
-    def _answer_later(self, key: tuple[int, int], future: "concurrent.futures.Future[Any]") -> None:
+    def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
-        if (deferred := self.deferred.take(key)) is not None:
+        if (call := self.calls.take_deferred(key)) is not None:
             self.answering.begin()
-            self._executor.submit(self._answer_deferred, deferred, future)
+            self._executor.submit(self._answer_deferred, call, future)
 
-    def _answer_deferred(self, deferred: DeferredAnswer, future: "concurrent.futures.Future[Any]") -> None:
-        request, handler = deferred.request, deferred.handler
+    def _answer_deferred(self, call: ServedCall, future: "concurrent.futures.Future[Any]") -> None:
+        request, handler = call.message, call.handler
+        assert request is not None
+        assert handler is not None
         try:
             # Not raised here: every raise would add a frame to an error that is kept.
             if (error := future.exception()) is not None:
@@ -340,31 +318,31 @@ class Server:
         finally:
             self.answering.end()
             if handler.user_values:
-                self._calls.end()
+                self._counter.end()
 
     def cancel(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
+        key = source.wire_id, envelope.id
         # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-        if not self.waiting.cancel(source, envelope) and len(self.deferred):
-            self._executor.submit(self.abort, [(source.wire_id, envelope.id)])
+        if not self.calls.cancel(key) and self.calls.deferred:
+            self._executor.submit(self.abort, [key])
 
     def drop_worker(self, worker: WorkerInfo) -> None:
         """Aborts the answers to a worker that is lost."""
-        self.abort(self.deferred.of_lost(worker))
+        self.abort(self.calls.deferred_of(worker))
 
     def abort_expired(self) -> None:
         """Aborts the answers for which their callers do not wait any longer."""
-        self.abort(self.deferred.expired())
+        self.abort(self.calls.expired())
 
-    def abort(self, keys: Iterable[tuple[int, int]]) -> None:
+    def abort(self, keys: Iterable[CallKey]) -> None:
         """Aborts answers: their callers are told that there will be none, and nothing waits for them here."""
         for key in keys:
-            if (deferred := self.deferred.take(key)) is None:
+            if (call := self.calls.take_deferred(key)) is None:
                 continue
-            request = deferred.request
-            self._answer_error(request.source, request.envelope, RpcCancelledError(self._me.name))
-            if deferred.handler.user_values:
-                self._calls.end()
+            self._answer_error(call.source, call.envelope, RpcCancelledError(self._me.name))
+            if call.handler is not None and call.handler.user_values:
+                self._counter.end()
 
     def _answer_error(
         self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True

@@ -88,7 +88,7 @@ class FrameReader:
             return False
         self.large = None
         self._deliver(*arrived)
-        return self.take(after)
+        return self.take(after) if after else False
 
     def take(self, data: bytes) -> bool:
         """Handles the frames that are complete now, and keeps the beginning of the one after them.

@@ -75,15 +75,15 @@ def test_calls_and_passes_run_in_the_callers_anomaly_mode(three_workers):
 
 def hold_after_an_answer() -> None:
     """Has the thread that answers the next call in anomaly mode wait for an event when the answer is sent."""
-    send = Server._send
+    send = Server._send_answer
 
     def send_and_wait(server: Server, answer: Outgoing) -> None:
         send(server, answer)
         if answer.reply_to is not None and answer.reply_to.envelope.autograd.anomaly:
-            Server._send = send
+            Server._send_answer = send
             wait_for("go on")
 
-    Server._send = send_and_wait
+    Server._send_answer = send_and_wait
 
 
 def test_the_mode_of_a_call_ends_before_its_answer(three_workers):

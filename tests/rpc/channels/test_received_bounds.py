@@ -58,7 +58,7 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
         network.incoming.on_envelope(b.info, announcement(number, MIB), 100)
     wait_until(lambda: network._router.announced.pending(b.info.id) == (4, 4 * MIB))
     wait_until(lambda: not a._server._received.figures(b.info)["received_requests"])
-    wait_until(lambda: len(a._server.waiting) == 4)  # those that are refused are forgotten a moment later
+    wait_until(lambda: len(a._server.calls.waiting) == 4)  # those that are refused are forgotten a moment later
     with holder.using(c):
         tensor = torch.ones(MIB // 4, requires_grad=True)
         assert torch.equal(rpc.rpc_sync(a.info, identity, (tensor,)), tensor)

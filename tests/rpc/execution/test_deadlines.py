@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
-from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.call import State
+from gradwire.rpc.agent.served_call import ServedCall
+from gradwire.rpc.agent.served_calls import ServedCalls
 from gradwire.rpc.agent.server import Server
-from gradwire.rpc.agent.waiting_requests import WaitingRequests
-from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
@@ -104,8 +103,8 @@ def wait_for_file(path: Path) -> None:
     wait_until(path.exists)
 
 
-def waiting_requests() -> WaitingRequests:
-    return rpc.api.current_agent()._server.waiting
+def waiting_requests() -> dict[tuple[int, int], ServedCall]:
+    return rpc.api.current_agent()._server.calls.waiting
 
 
 def count_queued() -> int:
@@ -114,7 +113,7 @@ def count_queued() -> int:
 
 def count_in_time() -> int:
     """Returns how many of the requests that wait may still begin."""
-    return sum(deadline > time.monotonic() for deadline in waiting_requests()._deadlines.copy().values())
+    return sum(call.deadline > time.monotonic() for call in waiting_requests().copy().values())
 
 
 def group_with_one_thread(workers, count: int) -> list[Worker]:
@@ -161,7 +160,7 @@ def test_the_caller_is_told_that_it_has_not_begun(workers):
 
     a.run(call)
     b.run(wait_until, lambda: count_queued() == 1)
-    b.run(wait_until, lambda: time.monotonic() > max(waiting_requests()._deadlines.values()))
+    b.run(wait_until, lambda: time.monotonic() > max(call.deadline for call in waiting_requests().values()))
     b.run(set_event, "release")
 
     def check() -> None:
@@ -196,13 +195,13 @@ def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
     a, b = workers.rpc(2, flow_control=rpc.FlowControlOptions(max_in_flight=1))
 
     def note_timeouts() -> None:
-        announce = Server.on_announced
+        announce = Server.arrive
 
-        def note(self, source, envelope, **options) -> None:
+        def note(self, source, envelope, **options):
             remote_functions.kept.append(envelope.timeout_ms)
-            announce(self, source, envelope, **options)
+            return announce(self, source, envelope, **options)
 
-        Server.on_announced = note
+        Server.arrive = note
 
     def age_the_call_that_waits() -> None:
         pending = rpc.api.current_agent()._caller.in_flight
@@ -230,13 +229,13 @@ def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
     a, b = group_with_one_thread(workers, 2)
 
     def never_expire() -> None:
-        add = WaitingRequests.add
+        add = ServedCalls.add
 
-        def add_for_ever(requests: WaitingRequests, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-            envelope.timeout_ms = 0
-            add(requests, source, envelope)
+        def add_for_ever(calls: ServedCalls, call: ServedCall) -> None:
+            call.deadline = 0.0
+            add(calls, call)
 
-        WaitingRequests.add = add_for_ever
+        ServedCalls.add = add_for_ever
 
     def call() -> None:
         futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]

@@ -1,8 +1,9 @@
-"""Requests that have arrived and do not run yet, and will not if their callers wait for them no longer.
+"""The requests of other workers that have not begun to run, and those that are to be answered later.
 
-They wait for a thread, or for what another worker has promised: see `Extension.wait_before_run`. Those that wait
-for a promise are parked: they hold no thread, and end with their timeout, by a clock that starts with the first of
-them. Each caller may have a number of them, and so many bytes.
+served_call.py has the states of a request. Those that wait for a promise of another worker are parked: they hold
+no thread, and end with their timeout, by a clock that starts with the first of them. Each caller may have a number
+of them, and so many bytes. Those whose functions have returned futures are given up when nobody waits for their
+answers: a future may never be completed, and a graceful shutdown would wait for it for ever.
 """
 
 import itertools
@@ -16,15 +17,16 @@ from functools import partial
 from typing import final
 
 from ...errors import LimitReachedError
-from ...proto.v1 import agent_pb2
 from ..contracts.extension import Awaited
+from ..contracts.messages import Incoming
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from .factories import DeadlinesFactory
 from .flow_control import CALL_BYTES
+from .served_call import CallKey, ServedCall, ServedState
 
-__all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "WaitingRequests"]
+__all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "ServedCalls"]
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
@@ -33,11 +35,8 @@ ROUNDED_TO = 64
 """Waits are rounded up by less than two of these parts: the clock keeps a queue for each length of a wait, and who
 calls may choose any."""
 
-_Key = tuple[int, int]
-"""The caller's wire id, and the request's id."""
-
-Resume = Callable[[Sequence[Awaited]], None]
-"""Has a request served. Takes what it has waited for, which has to live until then. Must not block."""
+Resume = Callable[[ServedCall], None]
+"""Has a request served. Must not block."""
 
 
 class NotBegun(Enum):
@@ -52,18 +51,6 @@ class NotBegun(Enum):
 
 
 @dataclass(slots=True)
-class _Parked:
-    """A request that waits without a thread."""
-
-    awaited: Sequence[Awaited]
-    nbytes: int
-    resume: Resume
-    wake: Callable[[], None]
-    number: int
-    """What the clock calls it: a request may be parked several times."""
-
-
-@dataclass(slots=True)
 class _Count:
     """The parked requests of one worker."""
 
@@ -72,8 +59,8 @@ class _Count:
 
 
 @final
-class WaitingRequests:
-    """Decides between the begin of a request and its end before that: only one of them happens.
+class ServedCalls:
+    """Decides what becomes of each request: it begins, or it does not; it is answered, or it is given up.
 
     Takes no lock for requests that are not parked: each step is one operation on a dict.
     """
@@ -86,12 +73,16 @@ class WaitingRequests:
             make_deadlines: makes the clock of parked requests.
             name: of this worker, for the clock's thread.
         """
-        self._deadlines: dict[_Key, float] = {}
-        """The time of `time.monotonic` at which each request expires; 0 for never."""
+        self.waiting: dict[CallKey, ServedCall] = {}
+        """The requests that have not begun to run."""
+        self.deferred: dict[CallKey, ServedCall] = {}
+        """Those whose answers are not known yet, although no thread is busy with them."""
         self._lost: set[int] = set()
         """The workers whose requests do not begin any more."""
-        self._parked: dict[_Key, _Parked] = {}
-        self._numbers: dict[int, _Key] = {}
+        self._gone: set[int] = set()
+        """Those that get no answers any more."""
+        self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
+        self._numbers: dict[int, CallKey] = {}
         """The parked requests that have timeouts."""
         self._next_number = itertools.count()
         # By its own calls and those that they make, a caller may have this many in flight.
@@ -106,35 +97,37 @@ class WaitingRequests:
         self._clock: Deadlines[int] | None = None
         self._is_closed = False
 
-    def add(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Registers a request that has arrived; its payloads may still be on their way."""
-        key = source.wire_id, envelope.id
-        timeout = envelope.timeout_ms
-        self._deadlines[key] = time.monotonic() + timeout / 1000 if timeout else 0.0
-        if self._lost and source.wire_id in self._lost:  # which may have been told before it was registered
-            self._deadlines.pop(key, None)
+    # Those that have not begun.
 
-    def begin(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> float | NotBegun:
-        """Has a request begin to run; returns its deadline, 0 for none, or why it does not begin."""
-        deadline = self._deadlines.pop((source.wire_id, envelope.id), None)
-        if deadline is None:
-            return NotBegun.ABANDONED if source.wire_id in self._lost else NotBegun.CANCELLED
-        if deadline and time.monotonic() >= deadline:
+    def add(self, call: ServedCall) -> None:
+        """Registers a request that has arrived."""
+        self.waiting[call.key] = call
+        if self._lost and call.source.wire_id in self._lost:  # which may have been told before it was registered
+            self.waiting.pop(call.key, None)
+
+    def begin(self, call: ServedCall) -> NotBegun | None:
+        """Has a request begin to run; returns why it does not if it does not."""
+        if self.waiting.pop(call.key, None) is None:
+            return NotBegun.ABANDONED if call.source.wire_id in self._lost else NotBegun.CANCELLED
+        if call.is_expired:
             return NotBegun.EXPIRED
-        return deadline
+        call.state = ServedState.RUNNING
+        return None
 
-    def may_begin(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
+    def may_begin(self, call: ServedCall) -> bool:
         """Returns whether `begin` would have a request begin now."""
-        deadline = self._deadlines.get((source.wire_id, envelope.id))
-        return deadline is not None and (not deadline or time.monotonic() < deadline)
+        return call.key in self.waiting and not call.is_expired
 
-    def cancel(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
-        """Cancels the request with this envelope's id; returns False if it has begun, or never arrived."""
-        return self._cancel((source.wire_id, envelope.id))
+    def cancel(self, key: CallKey) -> bool:
+        """Keeps a request from beginning; returns False if it has begun, or never arrived."""
+        is_cancelled = self.waiting.pop(key, None) is not None
+        if self._parked:
+            self._wake(key)
+        return is_cancelled
 
-    def discard(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def discard(self, key: CallKey) -> None:
         """Forgets a request that will not run."""
-        self._deadlines.pop((source.wire_id, envelope.id), None)
+        self.waiting.pop(key, None)
 
     def drop_worker(self, worker: WorkerInfo) -> None:
         """Keeps the requests of a worker that is lost from beginning."""
@@ -143,49 +136,69 @@ class WaitingRequests:
 
     def cancel_all(self, worker: WorkerInfo) -> None:
         """Keeps the requests of a worker that have arrived from beginning."""
-        for key in list(self._deadlines):
+        for key in list(self.waiting):
             if key[0] == worker.wire_id:
-                self._cancel(key)
+                self.cancel(key)
 
-    def __len__(self) -> int:
-        return len(self._deadlines)
+    # Those that are answered later.
+
+    def defer(self, call: ServedCall, message: Incoming) -> None:
+        """Registers a request whose answer a future will have; `take_deferred` follows."""
+        call.message, call.state = message, ServedState.DEFERRED
+        self.deferred[call.key] = call
+
+    def take_deferred(self, key: CallKey) -> ServedCall | None:
+        """Takes such a request, to answer it or to give it up; None if that has been done."""
+        call = self.deferred.pop(key, None)
+        if call is not None:
+            call.state = ServedState.DONE
+        return call
+
+    def expired(self) -> list[CallKey]:
+        """Returns the keys of those whose callers do not wait any longer."""
+        return [key for key, call in self.deferred.copy().items() if call.is_expired]
+
+    def seconds_left(self) -> float | None:
+        """Returns the time until the next of them expires; None for never."""
+        deadlines = [call.deadline for call in self.deferred.copy().values() if call.deadline]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def deferred_of(self, worker: WorkerInfo) -> list[CallKey]:
+        """Returns the keys of those of a worker that is gone; `is_gone` says so of later ones."""
+        self._gone.add(worker.wire_id)
+        return [key for key in self.deferred.copy() if key[0] == worker.wire_id]
+
+    def is_gone(self, worker: WorkerInfo) -> bool:
+        """Returns whether a worker gets no answers any more."""
+        return worker.wire_id in self._gone
 
     # Those that wait without a thread.
 
-    def park(
-        self,
-        source: WorkerInfo,
-        envelope: agent_pb2.Envelope,
-        awaited: Sequence[Awaited],
-        nbytes: int,
-        resume: Resume,
-    ) -> None:
+    def park(self, call: ServedCall, awaited: Sequence[Awaited], resume: Resume) -> None:
         """Has a request wait. It is resumed once: when something that it waits for is over, or it is not to run.
 
         Args:
-            source: the caller.
-            envelope: the request's, which `may_begin`.
+            call: the request, which `may_begin`.
             awaited: what it waits for.
-            nbytes: of the request.
             resume: has it served again.
 
         Raises:
             LimitReachedError: too many requests of the caller are parked, or too many bytes.
         """
-        key = source.wire_id, envelope.id
-        self._count(source, nbytes)
-        parked = _Parked(awaited, nbytes, resume, partial(self._wake, key), next(self._next_number))
-        self._parked[key] = parked
+        key = call.key
+        self._count(call.source, call.nbytes)
+        call.awaited, call.state = awaited, ServedState.PARKED
+        call.wake, call.number = partial(self._wake, key), next(self._next_number)
+        mine = self._parked[key] = call, resume
         for each in awaited:
-            each.add_waiter(parked.wake)
-        deadline = self._deadlines.get(key)
+            each.add_waiter(call.wake)
         # It may have been cancelled, and what it waits for may be over, before it was there to be found.
-        if deadline is None or any(each.is_over for each in awaited):
+        if key not in self.waiting or any(each.is_over for each in awaited):
             self._wake(key)
-        elif deadline:
-            self._expire_later(parked.number, key, deadline)
-        if self._parked.get(key) is not parked:  # woken meanwhile
-            self._remove(parked)
+        elif call.deadline:
+            self._expire_later(call.number, key, call.deadline)
+        if self._parked.get(key) is not mine:  # woken meanwhile
+            self._remove(call)
 
     def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         """Returns the number of requests of a worker that are parked."""
@@ -200,30 +213,27 @@ class WaitingRequests:
         if clock is not None:
             clock.close()
 
-    def _cancel(self, key: _Key) -> bool:
-        is_cancelled = self._deadlines.pop(key, None) is not None
-        if self._parked:
-            self._wake(key)
-        return is_cancelled
-
-    def _wake(self, key: _Key) -> None:
+    def _wake(self, key: CallKey) -> None:
         """Has a request resumed if it is parked. Called on any thread."""
         parked = self._parked.pop(key, None)
         if parked is None:
             return
-        self._remove(parked)
+        call, resume = parked
+        self._remove(call)
         with self._lock:
             count = self._counts[key[0]]
             count.requests -= 1
-            count.nbytes -= max(parked.nbytes, CALL_BYTES)
+            count.nbytes -= max(call.nbytes, CALL_BYTES)
             if not count.requests:
                 del self._counts[key[0]]
-        parked.resume(parked.awaited)
+        call.state = ServedState.ARRIVED
+        resume(call)
 
-    def _remove(self, parked: _Parked) -> None:
-        self._numbers.pop(parked.number, None)
-        for each in parked.awaited:
-            each.remove_waiter(parked.wake)
+    def _remove(self, call: ServedCall) -> None:
+        self._numbers.pop(call.number, None)
+        if call.wake is not None:
+            for each in call.awaited:
+                each.remove_waiter(call.wake)
 
     def _count(self, source: WorkerInfo, nbytes: int) -> None:
         nbytes = max(nbytes, CALL_BYTES)
@@ -241,7 +251,7 @@ class WaitingRequests:
             count.requests += 1
             count.nbytes += nbytes
 
-    def _expire_later(self, number: int, key: _Key, deadline: float) -> None:
+    def _expire_later(self, number: int, key: CallKey, deadline: float) -> None:
         with self._lock:
             if self._is_closed:
                 return
