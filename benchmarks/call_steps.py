@@ -30,7 +30,7 @@ from .worker_sets import WorkerSet, preload
 PEER = worker_name(1)
 
 MARKED = [
-    ("gradwire.rpc.agent.codec", "Codec", "pack"),
+    ("gradwire.rpc.wire.pickling", "Packer", "pack"),
     ("gradwire.rpc.agent.codec", "Codec", "try_to_send"),
     ("gradwire.rpc.agent.codec", "Codec", "unpack"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "send"),
@@ -42,16 +42,16 @@ MARKED = [
 CALLER, CALLEE = 0, 1
 
 STEPS = [
-    (CALLER, "Codec.pack begins", "look the worker up, check the arguments, make the request"),
-    (CALLER, "Codec.pack ends", "pickle the call"),
+    (CALLER, "Packer.pack begins", "look the worker up, check the arguments, make the request"),
+    (CALLER, "Packer.pack ends", "pickle the call"),
     (CALLER, "Codec.try_to_send begins", "make the envelope, the future, the entry for the answer"),
     (CALLER, "EnvelopeSocket.send begins", "hooks of the extensions, serialize the envelope"),
     (CALLEE, "EnvelopeSocket.read begins", "write into the socket; the callee's thread finds it readable"),
     (CALLEE, "Server.serve begins", "read the socket, parse the envelope, dispatch"),
     (CALLEE, "Codec.unpack begins", "hooks and scopes of the extensions"),
     (CALLEE, "function begins", "unpickle the call"),
-    (CALLEE, "Codec.pack begins", "run the function, which does nothing"),
-    (CALLEE, "Codec.pack ends", "pickle the result"),
+    (CALLEE, "Packer.pack begins", "run the function, which does nothing"),
+    (CALLEE, "Packer.pack ends", "pickle the result"),
     (CALLEE, "EnvelopeSocket.send begins", "make and serialize the envelope of the answer"),
     (CALLER, "EnvelopeSocket.read begins", "write into the socket; the calling thread reads it"),
     (CALLER, "Codec.unpack begins", "parse the envelope, find the future"),

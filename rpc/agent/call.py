@@ -30,7 +30,7 @@ from .flow_control import Nesting
 from .repeats import Repeats
 from .stats import CallCounter
 
-__all__ = ["MAX_TIMEOUT_MS", "Call", "CallParts", "State"]
+__all__ = ["MAX_KEPT_BYTES", "MAX_TIMEOUT_MS", "Call", "CallParts", "State"]
 
 MAX_TIMEOUT_MS = (1 << 32) - 1
 """The longest timeout that a request tells its receiver; 50 days."""
@@ -138,9 +138,6 @@ class Call:
 
     def note_sent(self, message: Outgoing) -> None:
         """Keeps what is needed to take back what was sent: not its value."""
-        if not self.handler.cancellable:
-            self.message = None
-            return
         if message.nbytes > MAX_KEPT_BYTES:
             message.envelope.ClearField("body")
             message.envelope.ClearField("tensors")

@@ -42,7 +42,7 @@ from ..execution.kept_errors import copy_error
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
-from .call import MAX_TIMEOUT_MS, Call, CallParts, State
+from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State
 from .codec import Codec
 from .extensions import Extensions
 from .factories import DeadlinesFactory
@@ -281,7 +281,9 @@ class Caller:
         assert message is not None
         if waiter is not None:
             if identifier not in self.in_flight:
-                self._release_unsent(call, broadcast)
+                self._release_unsent(call)
+                if broadcast is not None:
+                    broadcast.not_sent(call.worker.wire_id)
                 return
             call.state = State.NEW
             if call.timeout:
@@ -296,16 +298,15 @@ class Caller:
             if call.timeout and waiter is None:
                 self._deadlines.add(identifier, call.timeout)
             return
-        call.note_sent(message)
+        if message.nbytes > MAX_KEPT_BYTES or message.tensors or message.references:
+            call.note_sent(message)
         if call.timeout and waiter is None:
             self._deadlines.add(identifier, call.timeout)
 
-    def _release_unsent(self, call: Call, broadcast: Broadcast | None = None) -> None:
+    def _release_unsent(self, call: Call) -> None:
         """Counts a call as not sent."""
         self.kept.pop(call.identifier, None)
         self.flow_control.abandon(call.worker.wire_id, call.identifier)
-        if broadcast is not None:
-            broadcast.not_sent(call.worker.wire_id)
 
     def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
         """Undoes `_begin` for a call that was not sent, however far it has come.
@@ -564,8 +565,10 @@ class Caller:
         """Fails a call with RpcCancelledError; returns False if it has ended. Called on any thread."""
         if (call := self.in_flight.pop(identifier, None)) is None:
             return False
-        self._withdraw(call)
-        self._fail(call, RpcCancelledError(call.worker.name), call.outcome_without())
+        try:
+            self._withdraw(call)
+        finally:
+            self._fail(call, RpcCancelledError(call.worker.name), call.outcome_without())
         return True
 
     def _withdraw(self, call: Call, then: Callable[[], None] = lambda: None) -> None:
@@ -632,12 +635,7 @@ class Caller:
                 self._orphans.pop(identifier, None)
 
     def sent_to(self, worker: WorkerInfo, *, waits: bool) -> Collection[Call]:
-        """Returns the calls to a worker.
-
-        Args:
-            worker: the worker.
-            waits: whether to leave out those that wait for the worker.
-        """
+        """Returns the calls to a worker; if `waits`, without those that wait for the worker."""
         return [
             call
             for call in self.in_flight.copy().values()

@@ -109,7 +109,7 @@ class ServedCalls:
         """Has a request begin to run; returns why it does not if it does not."""
         if self.waiting.pop(call.key, None) is None:
             return NotBegun.ABANDONED if call.source.wire_id in self._lost else NotBegun.CANCELLED
-        if call.is_expired:
+        if call.deadline and time.monotonic() >= call.deadline:
             return NotBegun.EXPIRED
         call.state = ServedState.RUNNING
         return None

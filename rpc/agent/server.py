@@ -212,11 +212,12 @@ class Server:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
             del payloads
             try:
-                if (scope := self._extensions.scope(message)) is None:
-                    self._run_in_scope(call, message, handler)
-                else:
+                has_scope = message.state or handler.scope is not None
+                if has_scope and (scope := self._extensions.scope(message)) is not None:
                     with scope:
                         self._run_in_scope(call, message, handler)
+                else:
+                    self._run_in_scope(call, message, handler)
             finally:
                 message.error = message.failure = None  # their tracebacks lead back to this frame
                 has_begun = message.has_begun

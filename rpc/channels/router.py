@@ -234,7 +234,7 @@ class ChannelRouter:
 
         Raises ValueError if one is refused; then all others are discarded.
         """
-        if not any(payload.HasField("attached") for payload in payloads):
+        if attached is None and not envelope.attached:
             return read_inline
         nbytes = len(envelope.attached if attached is None else attached)
         if problem := find_misplaced(payloads, nbytes, self._options.max_payload_bytes):

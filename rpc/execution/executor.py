@@ -86,7 +86,8 @@ class Executor:
         self._lock = threading.Lock()
         """Guards the counts and the queues."""
         self._thread_ended = threading.Condition(self._lock)
-        self._thread = _ThreadState()
+        self.here = _ThreadState()
+        """What is kept about the calling thread."""
         self._threads = 0
         self._polling = 0
         """Threads in epoll, or about to look at the queues."""
@@ -123,7 +124,7 @@ class Executor:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is one of the executor's."""
-        return self._thread.is_worker
+        return self.here.is_worker
 
     @property
     def is_busy(self) -> bool:
@@ -145,7 +146,7 @@ class Executor:
 
     def call_last(self, function: Callable[[], None]) -> None:
         """Calls a function at the end of the calling thread's task. The thread runs what that submits after it."""
-        thread = self._thread
+        thread = self.here
         thread.is_ending = thread.is_worker and not thread.is_blocked
         try:
             function()
@@ -173,7 +174,7 @@ class Executor:
 
         Does nothing on threads that do not belong to the executor.
         """
-        thread = self._thread
+        thread = self.here
         self.poller.stop_reading_here()
         if not thread.is_worker or thread.is_blocked:
             yield
@@ -195,7 +196,7 @@ class Executor:
 
     def release(self, waiter: Wakeable) -> None:
         """Releases what a thread waits for; a moment later if this thread completes an answer."""
-        thread = self._thread
+        thread = self.here
         if not thread.is_worker or thread.is_counted or thread.is_blocked:
             waiter.release()
             return
@@ -215,7 +216,7 @@ class Executor:
             self._tasks.clear()
             self._urgent.clear()
             self._stalls.close()
-            own = 1 if self._thread.is_worker else 0  # a thread cannot wait for its own end
+            own = 1 if self.here.is_worker else 0  # a thread cannot wait for its own end
             if not self._threads and not was_closed:
                 self.poller.close()
             elif self._threads:
@@ -264,18 +265,6 @@ class Executor:
         is_full = self._running >= self._size + self._stalls.extra or self._threads - self._polling >= MAX_THREADS
         return bool(self._urgent) or (bool(self._tasks) and not is_full)
 
-    def _take(self) -> _Task | None:
-        """Takes a task that may run now."""
-        self._thread.is_counted = False
-        if self._urgent:
-            return self._urgent.popleft()
-        if not self._tasks or not self._has_runnable():
-            return None
-        self._running += 1
-        self._taken += 1
-        self._thread.is_counted = True
-        return self._tasks.popleft()
-
     # Without the lock, from here on.
 
     def _submit(self, queue: deque[_Task], task: _Task) -> None:
@@ -283,7 +272,7 @@ class Executor:
             if self._closed:
                 return
             queue.append(task)
-            if self.poller.here.is_reading or self._thread.is_ending:
+            if self.poller.here.is_reading or self.here.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
         if need is not Need.NOTHING:
@@ -312,10 +301,10 @@ class Executor:
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)
 
     def _run(self) -> None:
-        self._thread.is_worker = True
+        self.here.is_worker = True
         with self._lock:
-            self._thread.stays = self._staying < max(self._size, MIN_THREADS)
-            self._staying += self._thread.stays
+            self.here.stays = self._staying < max(self._size, MIN_THREADS)
+            self._staying += self.here.stays
         self._initializer()
         task = self._next(has_run=False)
         while task is not None:
@@ -341,11 +330,21 @@ class Executor:
                 if has_run:
                     has_run = False
                     self._polling += 1
-                    self._running -= self._thread.is_counted
+                    self._running -= self.here.is_counted
                 self._watchers -= watches
                 # A watcher leaves the tasks to a thread that is taking them one after another.
                 leaves = has_ticked and bool(poller.kept) and self._taken != taken
-                task = None if leaves else self._take()
+                task = None
+                self.here.is_counted = False
+                if leaves:
+                    pass
+                elif self._urgent:
+                    task = self._urgent.popleft()
+                elif self._tasks and self._has_runnable():
+                    self._running += 1
+                    self._taken += 1
+                    self.here.is_counted = True
+                    task = self._tasks.popleft()
                 if task is not None:
                     self._polling -= 1
                 elif (self._closed or is_idle or self._polling > self._size) and self._should_end(is_idle=is_idle):
@@ -353,10 +352,14 @@ class Executor:
                 watches = task is None and self._watchers < MAX_WATCHERS and self._must_watch()
                 self._watchers += watches
                 taken = self._taken
-                need = self._need() if self._must_look_for_threads(leaves=leaves) else Need.NOTHING
+                is_missing = (
+                    self._tasks or self._urgent or not self._polling or (poller.kept and not self._watchers)
+                )
+                must_look = is_missing and self._must_look_for_threads(leaves=leaves)
+                need = self._need() if must_look else Need.NOTHING
             if need is not Need.NOTHING:
                 self._provide(need)
-            if self._wakeups.waiters and (task is None or self._thread.is_counted):
+            if self._wakeups.waiters and (task is None or self.here.is_counted):
                 self._wakeups.wake_all()
             if task is not None:
                 return task
@@ -364,7 +367,7 @@ class Executor:
                 has_ticked = False
                 continue
             poller.release()
-            seconds = None if self._thread.stays else IDLE_TIMEOUT_S
+            seconds = None if self.here.stays else IDLE_TIMEOUT_S
             has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(seconds))
             is_idle = has_ticked and not watches
             if has_ticked and watches:
@@ -397,7 +400,7 @@ class Executor:
     def _should_end(self, *, is_idle: bool) -> bool:
         """Returns whether this thread, which has nothing to run, should end. Called with the lock."""
         is_surplus = is_idle or self._polling > max(self._size, MIN_THREADS)
-        if not self._closed and (self._thread.stays or not is_surplus or has_children_of_thread()):
+        if not self._closed and (self.here.stays or not is_surplus or has_children_of_thread()):
             return False
         self._threads -= 1
         self._polling -= 1

@@ -132,11 +132,14 @@ class Future(torch.futures.Future[T]):
     def _wait(self, *, reads: bool) -> T:
         try:
             if not self.done():
-                if self._executor.is_current:
-                    with self._executor.blocking():
+                executor = self._executor
+                if executor.here.is_worker:
+                    with executor.blocking():
                         self._wait_interruptibly(reads=reads)
                 else:
-                    self._executor.poller.stop_reading_here()
+                    here = executor.poller.here
+                    if here.reads_here or here.must_not_wait or executor.is_inherited:
+                        executor.poller.stop_reading_here()
                     self._wait_interruptibly(reads=reads)
             value: T = AnyFuture.wait(self)
             return value
@@ -155,7 +158,8 @@ class Future(torch.futures.Future[T]):
 
     def _wait_interruptibly(self, *, reads: bool) -> None:
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
-        if reads and self._read_answer is not None and (waiter := self._executor.poller.waiter) is not None:
+        poller = self._executor.poller
+        if reads and self._read_answer is not None and (waiter := poller.here.waiter or poller.waiter) is not None:
             self._waiters.append(waiter)
             try:
                 self._read_answer(self, waiter)

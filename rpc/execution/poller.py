@@ -40,11 +40,8 @@ class SharedDescriptor(Protocol):
 
     descriptor: int
 
-    def begin_reading(self) -> bool:
-        """Has the calling thread read alone, unless another one does; returns whether it may read.
-
-        `end_reading` follows.
-        """
+    reading: threading.Lock
+    """Held by the thread that reads. `end_reading` releases it."""
 
     def read(self) -> bool:
         """Reads a chunk and handles it; returns whether to read on."""
@@ -215,7 +212,7 @@ class Poller:
             expected: what it waits for.
         """
         descriptor = source.descriptor
-        if not source.begin_reading():
+        if not source.reading.acquire(blocking=False):
             return
         thread = self.here
         here = [source]
@@ -246,7 +243,8 @@ class Poller:
         source.end_reading()  # first: a thread that finds it held leaves the descriptor alone
         handler = self._on_ready.get(source.descriptor)
         if handler is not None and handler[0] == source.on_readable:
-            self.watch_again(source.descriptor)
+            with contextlib.suppress(OSError, ValueError):  # it has been closed just now, or the poller has
+                self._epoll.modify(source.descriptor, handler[1] | select.EPOLLONESHOT)
 
     def forbid_waits_here(self) -> None:
         """Has waits of the calling thread, that of the event loop, raise instead of hanging."""

@@ -239,10 +239,6 @@ class EnvelopeSocket:
         # Not before: another thread may have found the lock held since a pause has ended.
         return not self._has_ended and not self._paused
 
-    def begin_reading(self) -> bool:
-        """Has the calling thread read alone, unless another one does: see SharedDescriptor."""
-        return self.reading.acquire(blocking=False)
-
     def read(self) -> bool:
         """Reads and handles a chunk; returns False if nothing more is to be read for now. Called with the lock."""
         if self._has_ended or self._paused:

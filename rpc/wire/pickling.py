@@ -136,12 +136,14 @@ class Packer:
             if isinstance(error, _SharedMemoryError):
                 return self._pack_again(value, device_map)
             raise
-        if extractor.parameter_ids:
-            packed.leaves = self._leaves(extractor, value)
-        is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
-        extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
-        if is_small:
-            self._idle.append(extractor)
+        if not extractor.is_reset:
+            if extractor.parameter_ids:
+                packed.leaves = self._leaves(extractor, value)
+            is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
+            extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
+            if not is_small:
+                return packed
+        self._idle.append(extractor)
         return packed
 
     def _make_extractor(self) -> "_Extractor":
@@ -183,6 +185,7 @@ class _Extractor:
         "_reset_pickler",
         "_stream",
         "_with_small",
+        "is_reset",
         "parameter_ids",
     )
 
@@ -196,6 +199,8 @@ class _Extractor:
         """Makes a pickler of this kind with these reducers by class, for these classes of references."""
         self.parameter_ids: dict[int, int] = {}
         """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
+        self.is_reset = True
+        """Whether it has forgotten the last value."""
         self._packed = _NOTHING
         self._owned_ids: set[int] = set()
         """The `id` of each Parameter of a module or optimizer."""
@@ -230,12 +235,20 @@ class _Extractor:
         self._device_map = device_map
         self._with_small = with_small
         packed = self._packed = Packed()
+        self.is_reset = False
         self._pickler.dump(value)
         packed.body = self._stream.getvalue()
+        if len(packed.body) < SMALL_BODY_BYTES and not (self.parameter_ids or self._owned_ids or self._addresses):
+            self.is_reset = True  # as `reset` does
+            self._packed = _NOTHING
+            self._reset_pickler()
+            self._stream.seek(0)
+            self._stream.truncate()
         return packed
 
     def reset(self) -> None:
         """Forgets the last value."""
+        self.is_reset = True
         self._packed = _NOTHING
         self._reset_pickler()
         self._stream.seek(0)

@@ -23,6 +23,7 @@ class EndingConnection:
         self.socket, self.other = socket.socketpair()
         self.descriptor = os.dup(self.socket.fileno())
         self.is_read = False
+        self.reading = threading.Lock()
         poller.watch(self.descriptor, READABLE, self._end)
 
     def _end(self) -> bool:
@@ -36,15 +37,12 @@ class EndingConnection:
             self._end()
         return self._end
 
-    def begin_reading(self) -> bool:
-        return True
-
     def read(self) -> bool:
         self.is_read = self.is_completing = True
         return True
 
     def end_reading(self) -> None:
-        pass
+        self.reading.release()
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def check_membership(group: SimulatedGroup, may_be_evicted: set[int]) -> None:
         assert worker.roster.version == version
         assert not worker.is_evicted()
         for other in living:
-            assert worker.directory.named(other.info.name) == other.info
+            assert worker.directory.by_name.get(other.info.name) == other.info
             assert other.info.wire_id not in worker.links.lost
         assert {wire_id for wire_id in departed if wire_id in worker.directory.members} <= worker.links.lost.keys()
         assert {worker.info.wire_id for worker in living} <= {

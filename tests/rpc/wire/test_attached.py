@@ -94,7 +94,7 @@ def waiting(end: End, executor: Executor) -> Iterator[None]:
     assert waiter is not None
     thread = threading.Thread(target=end.socket.read_answer, args=(end.future, waiter))
     thread.start()
-    wait_until(lambda: not end.socket.begin_reading() or end.socket.end_reading())
+    wait_until(end.socket.reading.locked)
     yield
     thread.join(20)
     assert not thread.is_alive()

@@ -1,0 +1,306 @@
+"""A call ends once, whatever happens to it and in whatever order, and leaves nothing behind."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from gradwire.errors import (
+    Outcome,
+    RpcCancelledError,
+    RpcTimeoutError,
+    SendFailedError,
+    SendQueueFullError,
+    UnknownWorkerError,
+    WorkerLostError,
+    WorkerSuspectError,
+)
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.caller import Caller
+from gradwire.rpc.agent.extensions import Extensions
+from gradwire.rpc.agent.links import Absence
+from gradwire.rpc.channels.payloads import read_inline
+from gradwire.rpc.contracts.extension import Extension
+from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT, Handler, Incoming, MessageType, Outgoing, Request
+from gradwire.rpc.contracts.options import FlowControlOptions
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker_end import PROCESS_ENDED
+from gradwire.rpc.execution.futures import Future, error_of
+from gradwire.rpc.wire.pickling import Packed, Packer
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+ME = WorkerInfo("me", 0)
+PEER = WorkerInfo("peer", 1)
+BROKEN = "its connection broke"
+MAX_IN_FLIGHT = 5
+
+ENDS = (
+    RpcCancelledError,
+    RpcTimeoutError,
+    SendFailedError,
+    SendQueueFullError,
+    WorkerLostError,
+    WorkerSuspectError,
+    ValueError,
+)
+"""What calls fail with here."""
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still, until it is told to go on."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def run_ready(self) -> None:
+        for _ in range(3):
+            self.call_soon(self.stop)
+            self.run_forever()
+
+
+class Threads:
+    """An executor: what is submitted waits until the test has it run."""
+
+    is_inherited = False
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], object]] = []
+
+    def submit(self, task: Callable[..., object], *args: Any) -> None:
+        self.tasks.append(lambda: task(*args))
+
+    submit_urgent = submit
+
+    def call_last(self, function: Callable[[], None]) -> None:
+        function()
+
+    def run(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0)()
+
+
+class Clock:
+    """Deadlines that expire when the test says so."""
+
+    def __init__(self, expire: Callable[[int], None], is_live: Callable[[int], bool], *_: object) -> None:
+        self.expire, self.is_live = expire, is_live
+        self.added: list[int] = []
+
+    def add(self, identifier: int, _seconds: float) -> None:
+        self.added.append(identifier)
+
+    def close(self) -> None:
+        self.added.clear()
+
+
+class World:
+    """A network with one other worker, and the codec in front of it."""
+
+    maps_devices = False
+
+    def __init__(self, loop: VirtualTime) -> None:
+        self.me = ME
+        self.lost: dict[int, object] = {}
+        self.state: Absence | None = None
+        self.sent: list[int] = []
+        """The ids of the requests that have reached the other worker, or will."""
+        self.fails_next = False
+        self.loop = loop
+
+    # A network.
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        self.loop.call_soon(function, *args)
+
+    def worker(self, name: str) -> WorkerInfo:
+        if self.lost:
+            raise UnknownWorkerError(name, [])
+        return PEER
+
+    def absence(self, _worker: WorkerInfo) -> Absence | None:
+        return self.state
+
+    def answer_reader(self, _worker: WorkerInfo) -> None:
+        """Returns None: no thread waits."""
+
+    def withdraw(self, message: Outgoing, _payloads: object) -> bool:
+        if message.envelope.id % 3 or message.envelope.id not in self.sent:
+            return False
+        self.sent.remove(message.envelope.id)
+        return True
+
+    def send(self, _worker: WorkerInfo, _envelope: bytes) -> None:
+        """Asks the other worker not to begin a request; it has begun."""
+
+    # A codec.
+
+    def device_map(self, _worker: WorkerInfo) -> Mapping[Any, Any]:
+        return {}
+
+    def pack_request(self, *_: object) -> Packed:
+        return Packed()
+
+    def try_to_send(self, message: Outgoing, _broadcast: object) -> bool:
+        if self.fails_next:
+            self.fails_next = False
+            raise SendFailedError(PEER.name, "the test fails it")
+        if self.state is not None:
+            if not self.state.waits:
+                raise self.state.as_error(PEER.name)
+            return False
+        self.sent.append(message.envelope.id)
+        return True
+
+    def send_prepared(self, message: Outgoing) -> None:
+        if self.state is not None:
+            raise self.state.as_error(PEER.name)
+        self.sent.append(message.envelope.id)
+
+    def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
+        return Incoming(source, envelope, b"", [])
+
+    def unpack(self, message: Incoming) -> int:
+        return message.envelope.id
+
+    def decode_failure(self, *_: object) -> Exception:
+        return ValueError("the function has failed")
+
+
+class Ends(Extension):
+    """Counts what it is told of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type] # it uses no agent
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        return {CALL: Handler(lambda _: None, user_values=True, cancellable=True)}
+
+    def on_request(self, identifier: int, *_: object) -> None:
+        self.begun.append(identifier)
+
+    def on_complete(self, identifier: int) -> None:
+        self.ended.append(identifier)
+
+
+class Calls(RuleBasedStateMachine):
+    """All that can happen to calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualTime()
+        self.world: Any = World(self.loop)
+        self.threads: Any = Threads()
+        self.ends = Ends()
+        extensions = Extensions(Packer())
+        extensions.add(self.ends)
+        options = FlowControlOptions(max_in_flight=MAX_IN_FLIGHT, when_full="raise")
+        clocks: list[Clock] = []
+
+        def make_clock(*args: Any) -> Any:
+            clocks.append(Clock(*args))
+            return clocks[0]
+
+        self.caller = Caller(self.world, self.world, extensions, self.threads, options, make_clock)
+        (self.clock,) = clocks
+        self.futures: list[Future[Any]] = []
+        self.completions: list[int] = []
+        self.is_closed = False
+
+    @rule(timeout=st.sampled_from([0.0, 60.0]), idempotent=st.booleans())
+    def send(self, timeout: float, idempotent: bool) -> None:
+        request = Request(CALL, None, timeout, keep=object(), idempotent=idempotent)
+        with suppress(SendQueueFullError, WorkerLostError):
+            future = self.caller.send(PEER, request, timeout)
+            index = len(self.futures)
+            self.futures.append(future)
+            future.add_done_callback(lambda _: self.completions.append(index))
+
+    @rule()
+    def fail_the_next(self) -> None:
+        self.world.fails_next = True
+
+    @rule(data=st.data(), kind=st.sampled_from([RESULT, ERROR]), begun=st.booleans())
+    def answer(self, data: st.DataObject, kind: int, begun: bool) -> None:
+        if self.world.sent and self.world.state is None:
+            identifier = data.draw(st.sampled_from(self.world.sent))
+            self.world.sent.remove(identifier)
+            envelope = agent_pb2.Envelope(id=identifier, type=kind, not_begun=kind == ERROR and not begun)
+            self.caller.receive(PEER, envelope, read_inline)
+            self.caller.receive(PEER, envelope, read_inline)  # which is dropped
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.futures:
+            future = data.draw(st.sampled_from(self.futures))
+            assert future.cancel() in (True, False)
+
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        if self.clock.added:
+            identifier = data.draw(st.sampled_from(self.clock.added))
+            self.clock.added.remove(identifier)
+            if self.clock.is_live(identifier):
+                self.clock.expire(identifier)
+
+    @rule()
+    def run_threads(self) -> None:
+        self.threads.run()
+
+    @rule()
+    def pass_time(self) -> None:
+        self.loop.now += 2.0
+        self.loop.run_ready()
+
+    @precondition(lambda self: self.world.state is None)
+    @rule(waits=st.booleans())
+    def suspect(self, waits: bool) -> None:
+        self.world.state = Absence(PROCESS_ENDED, waits=waits)
+        concerned = self.caller.sent_to(PEER, waits=waits)
+        self.threads.submit(self.caller.on_worker_suspect, PEER, BROKEN, concerned, ())
+
+    @precondition(lambda self: self.world.state is not None and not self.world.state.is_lost)
+    @rule()
+    def come_back(self) -> None:
+        self.world.state = None
+        self.threads.submit(self.caller.send_postponed, PEER)
+
+    @precondition(lambda self: not self.world.lost)
+    @rule()
+    def lose(self) -> None:
+        self.world.lost[PEER.wire_id] = PROCESS_ENDED
+        self.world.state = Absence(PROCESS_ENDED, is_lost=True)
+        self.world.sent.clear()
+        self.threads.submit(self.caller.on_worker_lost, PEER, PROCESS_ENDED)
+
+    @invariant()
+    def each_ends_once(self) -> None:
+        assert len(self.completions) == len(set(self.completions))
+        for index in self.completions:
+            error = error_of(self.futures[index])
+            assert error is None or isinstance(error, ENDS)
+            assert getattr(error, "outcome", Outcome.RAN) is not None
+        assert len(self.ends.ended) == len(set(self.ends.ended))
+
+    def teardown(self) -> None:
+        self.world.fails_next = False
+        self.caller.stop_deadlines()
+        self.threads.run()
+        self.caller.fail_all(RuntimeError("the agent ends"))  # type: ignore[arg-type]
+        self.loop.run_ready()
+        self.threads.run()
+        assert sorted(self.completions) == list(range(len(self.futures)))
+        assert sorted(self.ends.begun) == sorted(self.ends.ended)
+        assert not self.caller.in_flight
+        assert not self.caller.kept
+        assert not self.caller.counter.in_flight
+        self.loop.close()
+
+
+TestCalls = Calls.TestCase
+TestCalls.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
