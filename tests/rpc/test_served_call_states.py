@@ -1,0 +1,262 @@
+"""A request of another worker runs at most once and is answered once, whatever happens to it in whatever order."""
+
+import concurrent.futures
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.extensions import Extensions
+from gradwire.rpc.agent.flow_control import Nesting
+from gradwire.rpc.agent.postponed_requests import PostponedRequests
+from gradwire.rpc.agent.received_requests import ReceivedRequests
+from gradwire.rpc.agent.served_call import ServedCall
+from gradwire.rpc.agent.served_calls import ServedCalls
+from gradwire.rpc.agent.server import Server
+from gradwire.rpc.agent.stats import CallCounter
+from gradwire.rpc.channels.payloads import read_inline
+from gradwire.rpc.contracts.extension import Awaited, Extension
+from gradwire.rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Outgoing
+from gradwire.rpc.contracts.options import FlowControlOptions
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.wire.pickling import Packed, Packer
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+ME = WorkerInfo("me", 0)
+PEER = WorkerInfo("peer", 1)
+MAX_PARKED = 4
+
+VALUE, FAILURE, FUTURE = "value", "failure", "future"
+
+
+class Promise:
+    """A value that a request waits for."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.wakers: list[Callable[[], None]] = []
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        self.wakers.append(wake)
+
+    def remove_waiter(self, wake: Callable[[], None]) -> None:
+        with suppress(ValueError):
+            self.wakers.remove(wake)
+
+    def keep(self) -> None:
+        self.is_over = True
+        for wake in [*self.wakers]:
+            wake()
+
+
+class Functions(Extension):
+    """Runs requests, as their ids say."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type] # it uses no agent
+        self.kinds: dict[int, str] = {}
+        self.promises: dict[int, Promise] = {}
+        self.futures: dict[int, concurrent.futures.Future[int]] = {}
+        self.runs: Counter[int] = Counter()
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        return {CALL: Handler(self.run, user_values=True, cancellable=True)}
+
+    def wait_before_run(self, envelope: agent_pb2.Envelope) -> Sequence[Awaited]:
+        promise = self.promises[envelope.id]
+        return () if promise.is_over else (promise,)
+
+    def run(self, message: Incoming) -> object:
+        identifier = message.envelope.id
+        self.runs[identifier] += 1
+        if self.kinds[identifier] == FAILURE:
+            raise ValueError("the function fails")
+        if self.kinds[identifier] == FUTURE:
+            self.futures[identifier] = future = concurrent.futures.Future()
+            return Deferred(future)
+        return identifier
+
+
+class Threads:
+    """An executor: what is submitted waits until the test has it run."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], object]] = []
+
+    def submit(self, task: Callable[..., object], *args: Any) -> None:
+        self.tasks.append(lambda: task(*args))
+
+    def run(self, count: int) -> None:
+        while self.tasks and count:
+            self.tasks.pop(0)()
+            count -= 1
+
+
+class Codec:
+    """Notes what is answered."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[int] = Counter()
+
+    def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
+        return Incoming(source, envelope, b"", [])
+
+    def unpack(self, _message: Incoming) -> None:
+        """Returns the value of a request, which is not used."""
+
+    def pack(self, *_: object, **__: object) -> Packed:
+        return Packed()
+
+    def encode_failure(self, _error: BaseException) -> bytes:
+        return b"an error"
+
+    def record_refusal(self, *_: object) -> None:
+        pass
+
+    def send(self, answer: Outgoing) -> None:
+        self.answers[answer.envelope.id] += 1
+
+
+class Network:
+    """Has nothing queued."""
+
+    def queued_bytes(self, _worker: int) -> int:
+        return 0
+
+    def call_soon(self, *_: object) -> None:
+        pass
+
+
+class NoClock:
+    """Has no time: requests expire when the test says so."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def add(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Requests(RuleBasedStateMachine):
+    """All that can happen to requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions, self.threads, self.codec = Functions(), Threads(), Codec()
+        extensions = Extensions(Packer())
+        extensions.add(self.functions)
+        options = FlowControlOptions(max_in_flight=MAX_PARKED, max_received=MAX_PARKED)
+        self.counter = CallCounter()
+        self.received = ReceivedRequests(options)
+        make_clock: Any = NoClock
+        self.calls = ServedCalls(options, make_clock, "test")
+        network, codec, threads, nesting = Network(), self.codec, self.threads, Nesting()
+        self.server = Server(
+            ME,
+            codec,  # type: ignore[arg-type]
+            extensions,
+            threads,  # type: ignore[arg-type]
+            self.counter,
+            nesting,
+            self.received,
+            self.calls,
+            PostponedRequests(options, network),  # type: ignore[arg-type]
+        )
+        self.arrived: dict[int, ServedCall] = {}
+        self.announced: list[int] = []
+        """Those whose payloads have not come."""
+        self.must_not_run: set[int] = set()
+
+    @rule(kind=st.sampled_from([VALUE, FAILURE, FUTURE]), needs=st.booleans(), timeout=st.booleans())
+    def arrive(self, kind: str, needs: bool, timeout: bool) -> None:
+        identifier = len(self.arrived) + 1
+        envelope = agent_pb2.Envelope(id=identifier, type=CALL, timeout_ms=3_600_000 if timeout else 0)
+        if needs:
+            envelope.needed_values.add()
+        self.functions.kinds[identifier], self.functions.promises[identifier] = kind, Promise()
+        self.arrived[identifier] = self.server.arrive(PEER, envelope)
+        self.announced.append(identifier)
+
+    @precondition(lambda self: self.announced)
+    @rule(data=st.data())
+    def payloads_come(self, data: st.DataObject) -> None:
+        identifier = data.draw(st.sampled_from(self.announced))
+        self.announced.remove(identifier)
+        call = self.server.find(PEER, self.arrived[identifier].envelope)
+        call.payloads = read_inline
+        self.received.add(PEER, 0)
+        self.threads.submit(self.server.serve, call)
+
+    @rule(count=st.integers(1, 5))
+    def run_threads(self, count: int) -> None:
+        self.threads.run(count)
+
+    @precondition(lambda self: self.arrived)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        identifier = data.draw(st.sampled_from(sorted(self.arrived)))
+        if not self.functions.runs[identifier]:
+            self.must_not_run.add(identifier)
+        self.server.cancel(PEER, self.arrived[identifier].envelope)
+
+    @precondition(lambda self: self.arrived)
+    @rule(data=st.data())
+    def keep_a_promise(self, data: st.DataObject) -> None:
+        self.functions.promises[data.draw(st.sampled_from(sorted(self.arrived)))].keep()
+
+    @precondition(lambda self: self.functions.futures)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        future = self.functions.futures[data.draw(st.sampled_from(sorted(self.functions.futures)))]
+        with suppress(concurrent.futures.InvalidStateError):
+            future.set_result(1)
+
+    @precondition(lambda self: self.arrived)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        call = self.arrived[data.draw(st.sampled_from(sorted(self.arrived)))]
+        if call.deadline:
+            call.deadline = 1e-9
+            self.server.abort_expired()
+
+    @rule()
+    def fall_silent(self) -> None:
+        self.must_not_run.update(identifier for _, identifier in self.calls.waiting)
+        self.calls.cancel_all(PEER)
+
+    @invariant()
+    def runs_and_is_answered_at_most_once(self) -> None:
+        assert set(self.functions.runs.values()) <= {0, 1}
+        assert set(self.codec.answers.values()) <= {1}
+        assert not any(self.functions.runs[identifier] for identifier in self.must_not_run)
+
+    def teardown(self) -> None:
+        while self.announced:
+            call = self.server.find(PEER, self.arrived[self.announced.pop()].envelope)
+            call.payloads = read_inline
+            self.received.add(PEER, 0)
+            self.threads.submit(self.server.serve, call)
+        for promise in self.functions.promises.values():
+            promise.keep()
+        self.threads.run(1000)
+        for future in self.functions.futures.values():
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_result(1)
+        self.threads.run(1000)
+        assert self.codec.answers == dict.fromkeys(self.arrived, 1)
+        assert not self.calls.waiting
+        assert not self.calls.deferred
+        assert not self.counter.in_flight
+        assert not self.server.answering.in_flight
+        assert self.calls.figures(PEER) == {"parked_requests": 0}
+        assert self.received.figures(PEER)["received_requests"] == 0
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
