@@ -1,6 +1,5 @@
 """Values to messages and back."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -64,7 +63,6 @@ class Codec:
         self._packer = packer
         self._audit = network.audit
         self._reader = make_reader(me, options.policy, self._audit)
-        self._accepts_anything = not options.policy.restricts
         self._extensions = extensions
         self._network = network
         self._control = control
@@ -342,8 +340,6 @@ class Codec:
     def unpack(self, message: Incoming) -> Any:
         """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""
         try:
-            if self._accepts_anything and not message.tensors and not message.references:
-                return pickle.loads(message.body)
             return self._reader.read(message)
         except (AttributeError, ImportError) as error:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:

@@ -48,6 +48,8 @@ class PickleReader:
 
     def read(self, message: Incoming) -> Any:
         """Returns the value of a message."""
+        if not message.tensors and not message.references:
+            return pickle.loads(message.body)
         return unpickle(message.body, message.tensors, message.references)
 
     def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:  # noqa: ARG002
