@@ -31,11 +31,11 @@ PEER = worker_name(1)
 
 MARKED = [
     ("gradwire.rpc.wire.pickling", "Packer", "pack"),
-    ("gradwire.rpc.agent.codec", "Codec", "try_to_send"),
-    ("gradwire.rpc.agent.codec", "Codec", "unpack"),
+    ("gradwire.rpc.requests.codec", "Codec", "try_to_send"),
+    ("gradwire.rpc.requests.codec", "Codec", "unpack"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "send"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "read"),
-    ("gradwire.rpc.agent.server", "Server", "serve"),
+    ("gradwire.rpc.requests.server", "Server", "serve"),
 ]
 """The methods that are wrapped: module, class and name."""
 

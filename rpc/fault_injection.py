@@ -26,11 +26,8 @@ from typing import Any, final
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
-from .agent import evictions
-from .agent.control import RetryingControlMessages
 from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
-from .agent.network import Network
 from .backend_registry import register_backend
 from .channels.broadcast import channel as broadcast
 from .collectives import all_gather
@@ -42,6 +39,9 @@ from .contracts.worker_end import WorkerEnd
 from .execution.futures import Future
 from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
+from .peers import evictions
+from .peers.control import RetryingControlMessages
+from .peers.network import Network
 from .transports.base import Connecting, Transport, TransportClosedError
 from .wire.attached import embed
 

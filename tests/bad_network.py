@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent import control
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.peers import control
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,9 @@ def test_a_level_counts_for_what_is_inside(loggers):
     logs.set_level("all", logging.INFO)
     levels = {
         name: logging.getLogger(f"gradwire.{name}").getEffectiveLevel()
-        for name in ("rpc.transports.sockets", "rpc.agent.links", "c10d.waiting")
+        for name in ("rpc.transports.sockets", "rpc.peers.links", "c10d.waiting")
     }
-    assert levels == {"rpc.transports.sockets": 10, "rpc.agent.links": 40, "c10d.waiting": 20}
+    assert levels == {"rpc.transports.sockets": 10, "rpc.peers.links": 40, "c10d.waiting": 20}
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..membership.worker_events import WorkerEvents
-from .caller import Caller
-from .control import RetryingControlMessages
-from .extensions import Extensions
+from ..peers.control import RetryingControlMessages
+from ..peers.network_listener import Pause
+from ..peers.received_requests import ReceivedRequests
+from ..requests.caller import Caller
+from ..requests.extensions import Extensions
+from ..requests.server import Server
 from .failure_log import FailureLog
-from .network_listener import Pause
-from .received_requests import ReceivedRequests
-from .server import Server
 
 __all__ = ["Dispatcher"]
 

@@ -6,21 +6,19 @@ schedule can be tried and repeated.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from ..contracts.agent import RpcAgent
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
-from ..execution.deadlines import Deadlines
+from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..execution.executor import Executor
 from ..execution.scheduler import Task
 from ..membership.roster_log import RosterLog
-from .control import RetryingControlMessages
-from .network import Network
+from ..peers.control import RetryingControlMessages
+from ..peers.network import Network
 
-__all__ = ["AgentFactories", "DeadlinesFactory"]
-
-DeadlinesFactory = Callable[[Callable[[Any], None], Callable[[Any], bool], Callable[[], int], str], Deadlines[Any]]
+__all__ = ["AgentFactories"]
 
 
 @final

@@ -32,19 +32,19 @@ from ..membership.connectable import Connectable
 from ..membership.members import Member
 from ..membership.roster_log import RosterLog
 from ..membership.worker_events import WorkerEvents
+from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
+from ..peers.received_requests import ReceivedRequests
+from ..requests.caller import Caller
+from ..requests.codec import Codec
+from ..requests.extensions import Extensions
+from ..requests.multi_sender import MultiSender
+from ..requests.served_calls import MIN_WAIT_S, ServedCalls
+from ..requests.server import Server
 from ..wire.pickling import Packer
-from .caller import Caller
-from .codec import Codec
 from .dispatcher import Dispatcher
-from .extensions import Extensions
 from .factories import AgentFactories
 from .failure_log import FailureLog
-from .multi_sender import MultiSender
-from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .quiescence import Quiescence
-from .received_requests import ReceivedRequests
-from .served_calls import MIN_WAIT_S, ServedCalls
-from .server import Server
 from .shutdown import Shutdown
 
 __all__ = ["GrpcAgent"]

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
-__all__ = ["Deadlines"]
+__all__ = ["Deadlines", "DeadlinesFactory"]
 
 log = logging.getLogger(__name__)
 
@@ -138,3 +138,7 @@ class Deadlines(Generic[K]):
                 expired.append(queue.popleft())
                 self._entries -= 1
         return [identifier for _, identifier in sorted(expired, key=itemgetter(0))]
+
+
+DeadlinesFactory = Callable[[Callable[[Any], None], Callable[[Any], bool], Callable[[], int], str], Deadlines[Any]]
+"""Makes a Deadlines, with the arguments of its constructor."""

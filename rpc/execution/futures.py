@@ -166,7 +166,7 @@ class Future(torch.futures.Future[T]):
             finally:
                 if (complete := self._complete) is not None:
                     self._complete = None
-                    self._forget(waiter)
+                    self._discard(waiter)
                     complete()
             if self.is_completing:
                 return
@@ -176,7 +176,7 @@ class Future(torch.futures.Future[T]):
         if not self.is_completing:  # else whoever completes it may have looked at the waiters before
             acquire(woken)
 
-    def _forget(self, waiter: Wakeable) -> None:
+    def _discard(self, waiter: Wakeable) -> None:
         """Wakes this thread no longer, which has read the answer itself."""
         if waiter in self._waiters:
             with contextlib.suppress(ValueError):  # another thread has taken it, because the call has failed

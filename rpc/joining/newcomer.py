@@ -13,7 +13,6 @@ from ...c10d.torch_types import TorchStore
 from ...c10d.user_sockets import SocketDirectory
 from ...c10d.waiting import wait_with_warnings
 from ...errors import LossCause, RendezvousError, WorkerLostError
-from ..agent.evictions import tell_of_change
 from ..agent.grpc_agent import GrpcAgent
 from ..contracts.messages import MessageType, Request
 from ..contracts.options import RpcBackendOptions
@@ -25,6 +24,7 @@ from ..membership.device_maps import check_device_maps, device_maps_as_text
 from ..membership.members import Member
 from ..membership.presence import Presence, presence_of
 from ..membership.roster_log import RosterLog
+from ..peers.evictions import tell_of_change
 
 __all__ = ["greet", "group_store", "identity", "listen_as_member", "shut_down_on_error"]
 

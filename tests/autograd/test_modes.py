@@ -9,9 +9,9 @@ from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import RpcTimeoutError
-from gradwire.rpc.agent.extensions import Extensions
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Outgoing
+from gradwire.rpc.requests.extensions import Extensions
 
 from tests.remote_functions import assert_clean, multiply
 

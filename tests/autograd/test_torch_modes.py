@@ -4,8 +4,8 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RemoteError
-from gradwire.rpc.agent.server import Server
 from gradwire.rpc.contracts.messages import Outgoing
+from gradwire.rpc.requests.server import Server
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

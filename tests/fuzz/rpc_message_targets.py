@@ -20,7 +20,6 @@ from gradwire.autograd.extension import Autograd
 from gradwire.errors import NotInitializedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.control import RetryingControlMessages
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
@@ -31,6 +30,7 @@ from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
+from gradwire.rpc.peers.control import RetryingControlMessages
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.gathered import Gathered

@@ -49,19 +49,23 @@ RPC_ARROWS = {
     "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},
+    "peers": {"channels", "contracts", "execution", "membership", "transports", "wire"},
+    "requests": {"channels", "contracts", "execution", "peers", "policy", "transports", "wire"},
     "agent": {
         "channels",
         "collectives",
         "contracts",
         "execution",
         "membership",
+        "peers",
         "policy",
         "profiling",
+        "requests",
         "streaming",
         "transports",
         "wire",
     },
-    "joining": {"agent", "contracts", "execution", "membership"},
+    "joining": {"agent", "contracts", "execution", "membership", "peers"},
 }
 """The folders of rpc, which import no loose file of rpc. Loose files import all folders."""
 

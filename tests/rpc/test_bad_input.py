@@ -16,8 +16,8 @@ from gradwire.errors import (
     SerializationError,
     UnknownWorkerError,
 )
-from gradwire.rpc.agent import envelope_limit
 from gradwire.rpc.contracts.messages import Handler, MessageType
+from gradwire.rpc.peers import envelope_limit
 
 from tests.remote_functions import add, identity, set_event, wait_for
 

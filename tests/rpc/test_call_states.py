@@ -16,9 +16,6 @@ from gradwire.errors import (
     WorkerSuspectError,
 )
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.caller import Caller
-from gradwire.rpc.agent.extensions import Extensions
-from gradwire.rpc.agent.links import Absence
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT, Handler, Incoming, MessageType, Outgoing, Request
@@ -26,6 +23,9 @@ from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED
 from gradwire.rpc.execution.futures import Future, error_of
+from gradwire.rpc.peers.links import Absence
+from gradwire.rpc.requests.caller import Caller
+from gradwire.rpc.requests.extensions import Extensions
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 from gradwire.errors import SerializationError, WorkerLostError
-from gradwire.rpc.agent import control, control_queue
 from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.peers import control, control_queue
 
 from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import wait_until

@@ -12,10 +12,10 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import SendQueueFullError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.flow_control import CALL_BYTES, FlowControl, Waiter
-from gradwire.rpc.agent.received_requests import ReceivedRequests
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
+from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter
+from gradwire.rpc.peers.received_requests import ReceivedRequests
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 
 from tests.remote_functions import wait_until

@@ -4,10 +4,10 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from gradwire.rpc.agent import control
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.execution import scheduler
+from gradwire.rpc.peers import control
 
 from tests.bad_network import hurry
 from tests.remote_functions import wait_until

@@ -11,8 +11,8 @@ import torch
 from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
-from gradwire.rpc.agent import links as agent_links
 from gradwire.rpc.contracts.agent import current_agent
+from gradwire.rpc.peers import links as agent_links
 from gradwire.rpc.transports.probe import Reach
 from gradwire.rref.forks import References
 from gradwire.rref.passed_on import PassedOn

@@ -12,14 +12,14 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent import attached_control, control, control_queue
-from gradwire.rpc.agent.codec import Codec
-from gradwire.rpc.agent.control_queue import ControlMessage, ControlQueue
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Outgoing, Request
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import scheduler
+from gradwire.rpc.peers import attached_control, control, control_queue
+from gradwire.rpc.peers.control_queue import ControlMessage, ControlQueue
+from gradwire.rpc.requests.codec import Codec
 from gradwire.rref import forks
 from gradwire.rref.forks import References
 

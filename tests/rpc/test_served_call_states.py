@@ -7,19 +7,19 @@ from contextlib import suppress
 from typing import Any
 
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.extensions import Extensions
-from gradwire.rpc.agent.flow_control import Nesting
-from gradwire.rpc.agent.postponed_requests import PostponedRequests
-from gradwire.rpc.agent.received_requests import ReceivedRequests
-from gradwire.rpc.agent.served_call import ServedCall
-from gradwire.rpc.agent.served_calls import ServedCalls
-from gradwire.rpc.agent.server import Server
-from gradwire.rpc.agent.stats import CallCounter
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.extension import Awaited, Extension
 from gradwire.rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Outgoing
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.peers.flow_control import Nesting
+from gradwire.rpc.peers.postponed_requests import PostponedRequests
+from gradwire.rpc.peers.received_requests import ReceivedRequests
+from gradwire.rpc.requests.extensions import Extensions
+from gradwire.rpc.requests.served_call import ServedCall
+from gradwire.rpc.requests.served_calls import ServedCalls
+from gradwire.rpc.requests.server import Server
+from gradwire.rpc.requests.stats import CallCounter
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -23,11 +23,8 @@ from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.control import RetryingControlMessages
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.agent.links import Absence
-from gradwire.rpc.agent.network_listener import NetworkListener
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Outgoing
@@ -35,6 +32,9 @@ from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.membership.members import Member
+from gradwire.rpc.peers.control import RetryingControlMessages
+from gradwire.rpc.peers.links import Absence
+from gradwire.rpc.peers.network_listener import NetworkListener
 
 from tests.rref.chance import Chance
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
-from gradwire.rpc.agent import control
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.execution.futures import error_of
+from gradwire.rpc.peers import control
 from gradwire.rref import owner_table
 from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.rpc.agent.postponed_requests import PostponedRequests
 from gradwire.rpc.contracts.agent import current_agent
+from gradwire.rpc.peers.postponed_requests import PostponedRequests
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until

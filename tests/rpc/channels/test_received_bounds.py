@@ -12,8 +12,6 @@ from gradwire import rpc
 from gradwire.errors import LossCause, RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.agent.postponed_requests import PostponedRequests
-from gradwire.rpc.agent.received_requests import ReceivedRequests
 from gradwire.rpc.channels import announced, chunked
 from gradwire.rpc.channels.announced import AnnouncedPayloads, TooMuchAnnouncedError
 from gradwire.rpc.channels.cuda import channel as cuda_channel
@@ -22,6 +20,8 @@ from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.execution import stalls
+from gradwire.rpc.peers.postponed_requests import PostponedRequests
+from gradwire.rpc.peers.received_requests import ReceivedRequests
 from gradwire.rpc.transports import outbox
 
 from tests.remote_functions import add, identity, wait_until

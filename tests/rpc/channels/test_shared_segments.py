@@ -7,12 +7,12 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
-from gradwire.rpc.agent import multi_sender
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import mapping
 from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
 from gradwire.rpc.channels.shared_memory.sending import SegmentPool
+from gradwire.rpc.requests import multi_sender
 
 from tests import remote_functions
 from tests.remote_functions import wait_until

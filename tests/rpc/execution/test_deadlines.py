@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
-from gradwire.rpc.agent.call import State
-from gradwire.rpc.agent.served_call import ServedCall
-from gradwire.rpc.agent.served_calls import ServedCalls
-from gradwire.rpc.agent.server import Server
 from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
+from gradwire.rpc.requests.call import State
+from gradwire.rpc.requests.served_call import ServedCall
+from gradwire.rpc.requests.served_calls import ServedCalls
+from gradwire.rpc.requests.server import Server
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, keep, set_event, wait_for, wait_until

@@ -17,12 +17,6 @@ from gradwire.c10d import HashStore
 from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, RpcTimeoutError, StoreNetworkError, WorkerSuspectError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent import evictions as evictions_module
-from gradwire.rpc.agent.evictions import Evictions
-from gradwire.rpc.agent.links import Links, LinkState
-from gradwire.rpc.agent.newcomers import Newcomers
-from gradwire.rpc.agent.roster_follower import RosterFollower
-from gradwire.rpc.agent.vouching import Verdict, Vote, verdict_of
 from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
@@ -32,6 +26,12 @@ from gradwire.rpc.membership.directory import Directory
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.presence import Presence
 from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.peers import evictions as evictions_module
+from gradwire.rpc.peers.evictions import Evictions
+from gradwire.rpc.peers.links import Links, LinkState
+from gradwire.rpc.peers.newcomers import Newcomers
+from gradwire.rpc.peers.roster_follower import RosterFollower
+from gradwire.rpc.peers.vouching import Verdict, Vote, verdict_of
 from gradwire.rpc.transports.handshake import Handshake, RefusedError
 from gradwire.rpc.transports.probe import Reach
 
@@ -308,8 +308,8 @@ class SimulatedGroup:
     def installed(self) -> "Iterator[SimulatedGroup]":
         """Context manager in which probes and questions of this process go by the simulated network."""
         with (
-            patch("gradwire.rpc.agent.links.probe", self._probe),
-            patch("gradwire.rpc.agent.links.probe_now", self._probe_now),
+            patch("gradwire.rpc.peers.links.probe", self._probe),
+            patch("gradwire.rpc.peers.links.probe_now", self._probe_now),
             patch("gradwire.rpc.joining.newcomer.presence_of", self._presence),
             patch.object(Evictions, "_is_agreed", lambda each, _roster, peer: self._is_agreed(each, peer)),
         ):

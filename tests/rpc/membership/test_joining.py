@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.errors import EvictedError, RendezvousError, WorkerLostError
-from gradwire.rpc.agent.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.joining import newcomer
 from gradwire.rpc.membership.addresses import ListenAddress
+from gradwire.rpc.peers.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import network

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from gradwire.rpc.agent.links import LinkState
+from gradwire.rpc.peers.links import LinkState
 
 from tests.rpc.membership.membership_simulation import SimulatedGroup, SimulatedWorker
 

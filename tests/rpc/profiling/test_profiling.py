@@ -8,10 +8,10 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.agent.extensions import Extensions
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from gradwire.rpc.profiling.sessions import TorchHooks
+from gradwire.rpc.requests.extensions import Extensions
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import LossCause
-from gradwire.rpc.agent.newcomers import Newcomers
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.peers.newcomers import Newcomers
 from gradwire.rpc.transports.grpc_calls import end_of_error
 
 

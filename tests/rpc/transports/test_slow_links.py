@@ -5,7 +5,7 @@ import secrets
 import torch
 from gradwire import rpc
 from gradwire.c10d import Credentials
-from gradwire.rpc.agent import links as agent_links
+from gradwire.rpc.peers import links as agent_links
 from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import add, wait_until

@@ -99,8 +99,8 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b. Returns a future of its answer."""
     future = a.request(b.info, Request(MessageType.CALL, (identity, ("ready",), {})))
     assert future.wait() == "ready"
-    from gradwire.rpc.agent.call import Call
     from gradwire.rpc.execution.futures import Future
+    from gradwire.rpc.requests.call import Call
 
     call = Call(a._caller._parts, b.info, Handler(print), 0.0, 0)
     call.future = future = Future(a._executor)

@@ -13,14 +13,14 @@ from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.executor import Executor
 from ..execution.futures import Future
+from ..peers.flow_control import has_event_loop
+from ..peers.network import Network
 from ..transports.base import Connecting
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of, make_sendable
 from .caller import Caller
 from .codec import Codec
 from .extensions import Extensions
-from .flow_control import has_event_loop
-from .network import Network
 
 __all__ = ["MultiSender"]
 

@@ -18,6 +18,9 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
+from ..peers import control as control_messages
+from ..peers.control import RetryingControlMessages
+from ..peers.network import Network
 from ..policy.value_readers import make_reader
 from ..wire.device_maps import device_map_of_answer
 from ..wire.failures import decode_failure, encode_failure
@@ -25,10 +28,7 @@ from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.picklers import dumps
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
-from . import control as control_messages
-from .control import RetryingControlMessages
 from .extensions import Extensions
-from .network import Network
 from .stats import INLINE, TrafficStats
 
 __all__ = ["Codec"]

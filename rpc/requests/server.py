@@ -36,11 +36,11 @@ from ..contracts.messages import (
 )
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
+from ..peers.flow_control import Nesting
+from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
+from ..peers.received_requests import ReceivedRequests
 from .codec import Codec
 from .extensions import Extensions
-from .flow_control import Nesting
-from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
-from .received_requests import ReceivedRequests
 from .served_call import CallKey, ServedCall, ServedState
 from .served_calls import NotBegun, ServedCalls
 from .stats import CallCounter

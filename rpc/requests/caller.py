@@ -35,20 +35,19 @@ from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.ctrl_c import wait_interruptibly
-from ..execution.deadlines import Deadlines
+from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.kept_errors import copy_error
+from ..peers.flow_control import FlowControl, Waiter
+from ..peers.network import Network
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
 from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State
 from .codec import Codec
 from .extensions import Extensions
-from .factories import DeadlinesFactory
 from .finalizer_calls import FinalizerCalls
-from .flow_control import FlowControl, Waiter
-from .network import Network
 from .repeats import CONNECTION_ERRORS, Repeats
 from .stats import CallCounter
 

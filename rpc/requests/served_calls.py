@@ -21,9 +21,8 @@ from ..contracts.extension import Awaited
 from ..contracts.messages import Incoming
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
-from ..execution.deadlines import Deadlines
-from .factories import DeadlinesFactory
-from .flow_control import CALL_BYTES
+from ..execution.deadlines import Deadlines, DeadlinesFactory
+from ..peers.flow_control import CALL_BYTES
 from .served_call import CallKey, ServedCall, ServedState
 
 __all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "ServedCalls"]

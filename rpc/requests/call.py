@@ -25,8 +25,8 @@ from ...proto.v1 import agent_pb2
 from ..contracts.messages import Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import Future
+from ..peers.flow_control import Nesting
 from .extensions import Extensions
-from .flow_control import Nesting
 from .repeats import Repeats
 from .stats import CallCounter
 

@@ -1,0 +1,1 @@
+"""What is between this worker and the others: links, connections, windows, control messages."""
