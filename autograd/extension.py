@@ -69,6 +69,7 @@ class Autograd(Extension):
         }
 
     adds_if = staticmethod(find_current_context)
+    header = "autograd"
 
     def on_send(self, message: Outgoing) -> None:
         """Adds the autograd header to a message of a context, and records its differentiable tensors as a send.

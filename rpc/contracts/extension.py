@@ -7,7 +7,7 @@ handlers for its message types, and has hooks on every message that carries user
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from ...errors import Outcome
 from ...proto.v1 import agent_pb2
@@ -56,8 +56,11 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     """Returns whether `on_send` has something to add to a request that this thread sends. A function in C, which
     is called for each. None: `on_send` always looks itself."""
 
+    header: ClassVar[Literal["autograd", "profile"] | None] = None
+    """The field of the envelope without which `on_receive` has nothing to do. None: it looks itself."""
+
     observes_requests: bool = False
-    """Whether `on_receive` looks at messages without headers, too. `set_enabled` makes a change known."""
+    """Whether `on_receive` looks at messages without any header, too. `set_enabled` makes a change known."""
 
     watches_ends: bool = True
     """Whether `on_complete` is called. `set_enabled` makes a change known."""
@@ -142,7 +145,7 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_receive(self, message: Incoming) -> None:
         """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references.
 
-        Called for messages with headers; see also `observes_requests`.
+        Called for messages with headers, as `header` and `observes_requests` say.
         """
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:  # noqa: ARG002

@@ -6,9 +6,10 @@ sends anything, the control thread sends an envelope for them. None of this is r
 not acknowledged in time, it is sent as a request, as urgent ones are.
 """
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -76,9 +77,11 @@ class AttachedControl:
         Those that are to be sent as a request instead, because they are large, or cannot be pickled, are put with
         the urgent ones.
         """
-        header.processed.extend(_take(queue.processed, MAX_ATTACHED))
-        for number, failure in _take(queue.failed, MAX_ATTACHED_FAILURES):
-            header.failed.add(number=number, failure=failure)
+        if queue.processed:
+            header.processed.extend(_take(queue.processed, MAX_ATTACHED))
+        if queue.failed:
+            for number, failure in _take(queue.failed, MAX_ATTACHED_FAILURES):
+                header.failed.add(number=number, failure=failure)
         waiting = list(itertools.islice(queue.lingering.copy(), MAX_ATTACHED)) if self._with_messages else []
         if not waiting or queue.exceeds_window(len(waiting)):
             return
@@ -159,14 +162,13 @@ class AttachedControl:
         self._resume(queue)
 
 
-def _take(queue: deque[T], count: int) -> Iterator[T]:
+def _take(queue: deque[T], count: int) -> list[T]:
     """Takes what is in a queue, the first of it if there is more."""
-    for _ in range(count):
-        try:
-            first = queue.popleft()
-        except IndexError:  # also where another thread has dropped the rest
-            return
-        yield first
+    taken: list[T] = []
+    with contextlib.suppress(IndexError):  # also where another thread has dropped the rest
+        while len(taken) < count:
+            taken.append(queue.popleft())
+    return taken
 
 
 def _attached(queue: ControlQueue) -> list[ControlMessage]:

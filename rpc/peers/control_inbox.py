@@ -4,11 +4,11 @@ control.py has the protocol.
 """
 
 import logging
+import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 from ...c10d.security import printable
@@ -70,7 +70,7 @@ class ControlInbox:
             return None
         if len(header.messages) != len(payloads):
             raise ValueError(f"{len(header.messages)} control messages with {len(payloads)} payloads")
-        outcomes = self._process_all(message.source, header, lambda index: payloads[index])
+        outcomes = self._process_all(message.source, header, payloads)
         failures = {
             index: failure
             for index, each in enumerate(header.messages)
@@ -92,15 +92,26 @@ class ControlInbox:
             The encoded error of each, by number; None for those whose handlers have returned.
         """
         try:
-            return self._process_all(source, header, lambda index: loads(header.messages[index].payload))
+            return self._process_all(source, header, None, loads)
         except LimitReachedError as error:
             self.on_refused(source, error)
             return {}
 
     def _process_all(
-        self, source: WorkerInfo, header: agent_pb2.ControlHeader, payload: Callable[[int], Any]
+        self,
+        source: WorkerInfo,
+        header: agent_pb2.ControlHeader,
+        payloads: Sequence[Any] | None,
+        loads: Loads = pickle.loads,
     ) -> dict[int, bytes | None]:
-        """Processes messages, those of which that have not been; `payload` returns that of one, by index."""
+        """Processes messages, those of which that have not been.
+
+        Args:
+            source: the sender.
+            header: has them.
+            payloads: of all of them; None if each has a pickle of its own.
+            loads: unpickles that.
+        """
         with self._lock:
             received = self.received[source.wire_id]
         outcomes: dict[int, bytes | None] = {}
@@ -109,7 +120,7 @@ class ControlInbox:
                 received.floor = header.acknowledged_below
                 for number in [n for n in received.outcomes if n < received.floor]:
                     del received.outcomes[number]
-            if any(each.number >= received.floor + WINDOW for each in header.messages):
+            if max([each.number for each in header.messages], default=0) >= received.floor + WINDOW:
                 raise LimitReachedError(
                     f"control messages with numbers from {received.floor + WINDOW} on are refused",
                     f"WINDOW={WINDOW}",
@@ -118,13 +129,16 @@ class ControlInbox:
                 if each.number < received.floor:
                     continue  # a straggler of a message that was acknowledged long ago
                 if each.number not in received.outcomes:
-                    received.outcomes[each.number] = self._process(source, each.kind, partial(payload, index))
+                    payload = each.payload if payloads is None else payloads[index]
+                    load = loads if payloads is None else None
+                    received.outcomes[each.number] = self._process(source, each.kind, payload, load)
                 outcomes[each.number] = received.outcomes[each.number]
         return outcomes
 
-    def _process(self, source: WorkerInfo, kind: str, payload: Callable[[], Any]) -> bytes | None:
+    def _process(self, source: WorkerInfo, kind: str, payload: Any, load: Loads | None) -> bytes | None:
+        """Processes a message, whose payload is pickled if there is `load`. Returns its encoded error, if any."""
         try:
-            self.handlers[kind](source, payload())
+            self.handlers[kind](source, payload if load is None else load(payload))
         except BaseException as error:  # SystemExit, too: the message may be attached to one that has to be served
             problem = printable_text(error)
             log.info("control message %s of worker %s is refused: %s", printable(kind), source.name, problem)

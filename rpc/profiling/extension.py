@@ -131,6 +131,7 @@ class Profiling(Extension):
     # Hooks.
 
     adds_if = staticmethod(_call_to_send.get)
+    header = "profile"
     watches_ends = False
 
     def on_send(self, message: Outgoing) -> None:

@@ -46,7 +46,7 @@ class Extensions:
         self.on_arrival: Sequence[Callable[[WorkerInfo, agent_pb2.Envelope], None]] = ()
         self.wait_before_run: Sequence[Callable[[agent_pb2.Envelope], Sequence[Awaited]]] = ()
         self._on_send: Sequence[tuple[Extension, Callable[[Outgoing], None]]] = ()
-        self._on_receive: Sequence[Callable[[Incoming], None]] = ()
+        self._on_receive: Sequence[tuple[Extension, Callable[[Incoming], None]]] = ()
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
         self._on_complete: Sequence[Callable[[int], None]] = ()
         self.has_on_complete = False
@@ -86,7 +86,7 @@ class Extensions:
         self.on_arrival = self._overridden("on_arrival")
         self.wait_before_run = self._overridden("wait_before_run")
         self._on_send = [(each.__self__, each) for each in self._overridden("on_send")]
-        self._on_receive = self._overridden("on_receive")
+        self._on_receive = [(each.__self__, each) for each in self._overridden("on_receive")]
         self._scope = self._overridden("scope")
         self._on_complete = [each for each in self._overridden("on_complete") if each.__self__.watches_ends]
         self.has_on_complete = bool(self._on_complete)
@@ -193,8 +193,10 @@ class Extensions:
 
         Called if there are headers, or some extension `observes`.
         """
-        for on_receive in self._on_receive:
-            on_receive(message)
+        has_header = message.envelope.HasField
+        for extension, on_receive in self._on_receive:
+            if extension.header is None or extension.observes_requests or has_header(extension.header):
+                on_receive(message)
 
     def may_repeat(self) -> bool:
         """Returns whether a request that this thread sends may be sent again by another one."""

@@ -75,6 +75,8 @@ def fallback_reducers(name: str) -> Mapping[type, Callable[[Any], Any]]:
 
 def dumps(name: str, value: object) -> bytes:
     """Returns a pickle of a value with all that is in it: tensors are copied into it, references do not pickle."""
+    if type(value) is tuple and name != BY_VALUE:
+        return pickle.dumps(value, PICKLE_PROTOCOL)
     stream = io.BytesIO()
     make_pickler(name, stream, fallback_reducers(name)).dump(value)
     return stream.getvalue()
