@@ -35,7 +35,7 @@ def loggers() -> Iterator[logging.Logger]:
 
 def test_a_level_counts_for_what_is_inside(loggers):
     logs.set_level("rpc", "DEBUG")
-    logs.set_level("rpc.agent", "error")
+    logs.set_level("rpc.peers", "error")
     logs.set_level("all", logging.INFO)
     levels = {
         name: logging.getLogger(f"gradwire.{name}").getEffectiveLevel()
