@@ -13,6 +13,7 @@ once for every MAX_HEADER_SENDS messages of the longest chain of calls.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.exposure import message_value
@@ -39,9 +40,6 @@ class Closure:
     sends: frozenset[SendId] = frozenset()
     omitted: frozenset[SendId] = frozenset()
 
-    def __len__(self) -> int:
-        return len(self.sends) + len(self.omitted)
-
 
 NOTHING = Closure()
 
@@ -52,8 +50,8 @@ def union(closures: Iterable[Closure]) -> Closure:
     if len(found) <= 1:
         return found[0] if found else NOTHING
     return Closure(
-        frozenset[SendId]().union(*(closure.sends for closure in found)),
-        frozenset[SendId]().union(*(closure.omitted for closure in found)),
+        frozenset[SendId]().union(*[closure.sends for closure in found]),
+        frozenset[SendId]().union(*[closure.omitted for closure in found]),
     )
 
 
@@ -74,13 +72,13 @@ def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:
 
 def closure_from_proto(messages: Collection[agent_pb2.WorkerSends]) -> Closure:
     """Returns the closure that the messages in a header describe. Raises ValueError if it is too large for one."""
-    if sum(len(message.message_ids) + len(message.omitted) for message in messages) > MAX_HEADER_SENDS:
-        raise ValueError(f"malformed autograd header: its closure has more than {MAX_HEADER_SENDS} sends")
     sends: list[SendId] = []
     omitted: list[SendId] = []
     for message in messages:
-        worker = message.worker_id
-        sends += [(worker, message_id) for message_id in message.message_ids]
+        worker = repeat(message.worker_id)
+        sends += zip(worker, message.message_ids, strict=False)  # as many as there are message ids
         if message.omitted:
-            omitted += [(worker, message_id) for message_id in message.omitted]
+            omitted += zip(worker, message.omitted, strict=False)
+    if len(sends) + len(omitted) > MAX_HEADER_SENDS:
+        raise ValueError(f"malformed autograd header: its closure has more than {MAX_HEADER_SENDS} sends")
     return Closure(frozenset(sends), frozenset(omitted)) if sends or omitted else NOTHING

@@ -269,7 +269,7 @@ def _differentiable_indices(message: Outgoing) -> list[int]:
 
     The gradients of tensors that arrive as leaves (`message.leaves`) stay at the receiver.
     """
-    if not torch.is_grad_enabled():
+    if not message.tensors or not torch.is_grad_enabled():
         return []
     return [
         index

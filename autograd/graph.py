@@ -1,6 +1,6 @@
 """This worker's part of the autograd graph: what a backward pass over it runs, and its closures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
         node = stack[-1]
         if node not in known:
             if type(node) is RECV_NODE:
-                known[node] = node.closure
+                known[node] = _if_small(node.closure, limit)
             else:
                 next_nodes = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
                 if missing := [each for each in next_nodes if each not in known]:
@@ -104,7 +104,9 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
     return _small_union(starts, known, limit)
 
 
-def _small_union(nodes: Iterable[Any], known: Mapping[Any, Closure | None], limit: int) -> Closure | None:
+def _small_union(nodes: Sequence[Any], known: Mapping[Any, Closure | None], limit: int) -> Closure | None:
+    if len(nodes) == 1:
+        return known[nodes[0]]
     closure = NOTHING
     others: list[Closure] = []
     for node in nodes:
@@ -119,4 +121,8 @@ def _small_union(nodes: Iterable[Any], known: Mapping[Any, Closure | None], limi
             others.append(of_node)
     if others:
         closure = union([closure, *others])
-    return closure if len(closure) <= limit else None
+    return _if_small(closure, limit) if others else closure
+
+
+def _if_small(closure: Closure, limit: int) -> Closure | None:
+    return closure if len(closure.sends) + len(closure.omitted) <= limit else None

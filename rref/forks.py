@@ -165,9 +165,8 @@ class References(ReferenceExtension):
 
         def add_header(envelope: agent_pb2.Envelope) -> None:
             created = envelope.created
-            created.owner = owner.wire_id
-            created.reference.worker_id, created.reference.number = identifier
-            created.fork.worker_id, created.fork.number = fork
+            created.worker_id, created.number = identifier
+            created.fork, created.owner = fork.number, owner.wire_id
             # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
             envelope.answer_can_wait = self._can_wait and not 0 < seconds < MIN_WAITING_TIMEOUT_S
             if needed:
@@ -195,6 +194,7 @@ class References(ReferenceExtension):
         Raises:
             RRefError: a reference cannot be used any more.
         """
+        destination, add_reference = message.destination.wire_id, message.envelope.references.add
         for rref in message.references:
             handle, fork = rref._handle, self._ids.next()
             if handle.agent is not self.agent:
@@ -208,10 +208,11 @@ class References(ReferenceExtension):
             except Exception as error:  # must not be taken for an error of this message
                 raise RRefError(f"{rref} cannot be passed on: {error}") from error
             if isinstance(handle, OwnerHandle):
-                self.table.add_fork(handle.id, fork, message.destination.wire_id)
+                self.table.add_fork(handle.id, fork, destination)
             else:
-                self._passed_on.add(fork, handle, message.destination.wire_id)
-            message.envelope.references.append(handle.id.to_reference(fork, handle.owner.wire_id))
+                self._passed_on.add(fork, handle, destination)
+            worker, number = handle.id
+            add_reference(worker_id=worker, number=number, fork=fork.number, owner=handle.owner.wire_id)
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""
@@ -257,22 +258,21 @@ class References(ReferenceExtension):
             entry.fail(error)
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
-        identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
-        if fork_id.worker != sender.wire_id:
-            raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
+        identifier = GlobalId(reference.worker_id, reference.number)
+        fork_id = GlobalId(sender.wire_id, reference.fork)
         accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"
             raise LimitReachedError(problem, f"MAX_ACCEPTING={MAX_ACCEPTING}")
+        if reference.owner == self.agent.info.wire_id:
+            return self._accept_as_owner(sender, identifier, fork_id)
         if not self.agent.is_member(reference.owner):  # it has joined just now; the sender need not wait
             self._tell_accepted(sender, fork_id)
             raise RRefError(f"{self.agent.info.name!r} does not know the owner of {identifier} yet")
         owner = self.agent.incarnation(reference.owner)
-        if owner == self.agent.info:
-            return self._accept_as_owner(sender, identifier, fork_id)
         fork = Fork(identifier, fork_id, owner)
         self.forks.add(fork)  # before it is looked whether it is late
-        fork.is_confirmed = sender == owner and not self._passed_on.is_late(fork_id)
+        fork.is_confirmed = sender.wire_id == reference.owner and not self._passed_on.is_late(fork_id)
         if not fork.is_confirmed:
             accepting.add(fork_id)
 
@@ -291,7 +291,7 @@ class References(ReferenceExtension):
         except RRefError as error:  # lost with the worker that had it first; raised on use
             entry = OwnedValue(identifier)
             entry.fail(error)
-        if sender == self.agent.info:
+        if sender.wire_id == self.agent.info.wire_id:
             self.table.remove_fork(identifier, fork_id, sender.wire_id)
         else:
             self._tell_accepted(sender, fork_id)

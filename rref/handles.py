@@ -100,7 +100,7 @@ class Fork:
 class OwnerHandle:
     """A handle on the owner of a value. Keeps the value."""
 
-    __slots__ = ("agent", "creation", "entry")
+    __slots__ = ("agent", "creation", "entry", "id", "owner")
 
     def __init__(self, agent: RpcAgent, entry: OwnedValue, creation: Future[Any] | None = None) -> None:
         """Makes a handle.
@@ -113,16 +113,10 @@ class OwnerHandle:
         self.agent = agent
         self.entry = entry
         self.creation = creation
-
-    @property
-    def id(self) -> GlobalId:
+        self.id = entry.id
         """The id of the value."""
-        return self.entry.id
-
-    @property
-    def owner(self) -> WorkerInfo:
+        self.owner = agent.info
         """The worker that owns the value."""
-        return self.agent.info
 
     @property
     def lease(self) -> object:
@@ -139,21 +133,15 @@ class OwnerHandle:
 class UserHandle:
     """A handle on a worker that does not own the value. Keeps the fork."""
 
-    __slots__ = ("agent", "fork")
+    __slots__ = ("agent", "fork", "id", "owner")
 
     def __init__(self, agent: RpcAgent, fork: Fork) -> None:
         self.agent = agent
         self.fork = fork
-
-    @property
-    def id(self) -> GlobalId:
+        self.id = fork.reference
         """The id of the value."""
-        return self.fork.reference
-
-    @property
-    def owner(self) -> WorkerInfo:
+        self.owner = fork.owner
         """The worker that owns the value."""
-        return self.fork.owner
 
     @property
     def lease(self) -> object:

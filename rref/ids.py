@@ -19,14 +19,6 @@ class GlobalId(NamedTuple):
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.worker}, local_id={self.number})"
 
-    def to_proto(self) -> agent_pb2.GlobalId:
-        """Returns the id as a protobuf message."""
-        return agent_pb2.GlobalId(worker_id=self.worker, number=self.number)
-
-    def to_reference(self, fork: "GlobalId", owner: int) -> agent_pb2.Reference:
-        """Returns, as a protobuf message, a fork of the reference with this id. `owner` is the owner's wire id."""
-        return agent_pb2.Reference(reference=self.to_proto(), fork=fork.to_proto(), owner=owner)
-
     @classmethod
     def from_payload(cls, payload: object) -> "GlobalId":
         """Returns the id that another worker has sent as a tuple. Raises ValueError if it is none."""
@@ -37,8 +29,8 @@ class GlobalId(NamedTuple):
         raise ValueError(f"malformed id: {reprlib.repr(payload)}")
 
     @classmethod
-    def from_proto(cls, message: agent_pb2.GlobalId) -> "GlobalId":
-        """Returns the id in a protobuf message."""
+    def from_proto(cls, message: agent_pb2.GlobalId | agent_pb2.Reference) -> "GlobalId":
+        """Returns the id in a protobuf message: of a reference, that of the value."""
         return cls(message.worker_id, message.number)
 
 

@@ -186,7 +186,8 @@ class AwaitedValue:
     @property
     def is_over(self) -> bool:
         """Whether the value, or the message, is there, or never will be."""
-        return self.entry.outcome is not None or (self.entry.is_created and not self.is_needed)
+        entry = self.entry
+        return bool(entry._outcomes) or (entry.is_created and not self.is_needed)
 
     def add_waiter(self, wake: Callable[[], None]) -> None:
         """Has a function called when `is_over` may have changed."""
@@ -263,12 +264,15 @@ class OwnerTable:
         Raises:
             RRefError: there is no such entry, and none can be created any more.
         """
+        entry = self._forked.get(identifier)
+        if entry is not None:
+            return entry
         with self._lock:
             return self._get(identifier)
 
-    def is_there(self, identifier: tuple[int, int]) -> bool:
+    def is_there(self, identifier: GlobalId) -> bool:
         """Returns whether the value with this id has forks, and is there or has failed; takes no lock."""
-        entry = self._forked.get(identifier)  # type: ignore[call-overload] # equal to a GlobalId
+        entry = self._forked.get(identifier)
         return entry is not None and bool(entry._outcomes)
 
     def mark_created(self, entry: OwnedValue) -> None:

@@ -90,20 +90,19 @@ class PassedOn:
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""
-        for reference in message.envelope.references:
-            value, fork = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
-            self.remove(value, fork, message.destination.wire_id)
+        for reference, fork in zip(message.envelope.references, self._forks_in(message), strict=True):
+            self.remove(GlobalId.from_proto(reference), fork, message.destination.wire_id)
 
     def on_send_postponed(self, message: Outgoing) -> None:
         """Notes that the forks of a message are not lost, although its receiver does not answer."""
-        for fork in _forks_in(message):
+        for fork in self._forks_in(message):
             # Of this and of `on_worker_suspect`, the one that comes last sees what the other one has done.
             self._postponed.add(fork)
             self._unsure.get(message.destination.wire_id, {}).pop(fork, None)
 
     def on_postponed_sent(self, message: Outgoing) -> None:
         """Notes that the forks of a message, which has been postponed, are on their way."""
-        self._postponed.difference_update(_forks_in(message))
+        self._postponed.difference_update(self._forks_in(message))
 
     def is_late(self, fork: GlobalId) -> bool:
         """Returns whether this worker has told that a fork, which arrives now, was lost."""
@@ -143,6 +142,10 @@ class PassedOn:
         self._children.clear()
         self._postponed.clear()
 
+    def _forks_in(self, message: Outgoing) -> list[GlobalId]:
+        worker = self._agent.info.wire_id
+        return [GlobalId(worker, reference.fork) for reference in message.envelope.references]
+
     # Control messages.
 
     def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:
@@ -178,10 +181,6 @@ class PassedOn:
 def is_unsure(error: Exception | None) -> bool:
     """Returns whether a request may have arrived that has failed like this."""
     return isinstance(error, WorkerSuspectError) and error.outcome is not Outcome.NOT_SENT
-
-
-def _forks_in(message: Outgoing) -> list[GlobalId]:
-    return [GlobalId.from_proto(reference.fork) for reference in message.envelope.references]
 
 
 def _checked(payload: Any) -> Sequence[Passed]:

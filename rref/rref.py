@@ -249,12 +249,14 @@ class RRef(Generic[T_co]):
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> "RRef[Any]":
         # A missing attribute is an error now, not when the result is fetched.
-        policy = self._handle.agent.options.policy.of(self.owner_name())
-        # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
-        if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
-            check_attribute(self._handle, name, timeout)
+        handle, kind = self._handle, self._known_type()
+        if kind is None or not hasattr(kind, name):
+            policy = handle.agent.options.policy.of(handle.owner.name)
+            # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
+            if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
+                check_attribute(handle, name, timeout)
         call = (self, name, args, kwargs)
-        return RRef._of(create_value(self.owner(), call_method, call, None, timeout, (self._handle.id,)))
+        return RRef._of(create_value(handle.owner, call_method, call, None, timeout, (handle.id,)))
 
     def _request_type(self, timeout: float) -> torch.futures.Future[type]:
         if not self.is_owner():

@@ -36,7 +36,8 @@ class ValueServer:
     def entry(self, identifier: GlobalId) -> OwnedValue:
         """Returns the entry that a message from another worker names. Raises RRefError as `OwnerTable.get`."""
         entry = self._table.get(identifier)
-        self.ask_creator(entry)
+        if not entry.is_created:
+            self.ask_creator(entry)
         return entry
 
     def awaited_by(self, envelope: agent_pb2.Envelope) -> list[AwaitedValue]:
@@ -47,18 +48,19 @@ class ValueServer:
         """
         awaited = []
         for needed in envelope.needed_values:
-            if not self._table.is_there((needed.worker_id, needed.number)):
-                awaited += self._awaited_value(needed, is_needed=True)
+            identifier = GlobalId.from_proto(needed)
+            if not self._table.is_there(identifier):
+                awaited += self._awaited_value(identifier, is_needed=True)
         me = self._agent.info.wire_id
         for each in envelope.references:
             if each.owner == me:
-                awaited += self._awaited_value(each.reference, is_needed=False)
+                awaited += self._awaited_value(GlobalId.from_proto(each), is_needed=False)
         return awaited
 
-    def _awaited_value(self, identifier: agent_pb2.GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
+    def _awaited_value(self, identifier: GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
         """Returns what waits for a value, if that is to come. If there is no such value, the request finds out."""
         try:
-            awaited = AwaitedValue(self.entry(GlobalId.from_proto(identifier)), is_needed)
+            awaited = AwaitedValue(self.entry(identifier), is_needed)
         except RRefError:
             return []
         return [] if awaited.is_over else [awaited]
@@ -97,8 +99,8 @@ class ValueServer:
             RRefError: the value exists already.
         """
         created, source = message.envelope.created, message.source.wire_id
-        identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
-        if not identifier.worker == fork.worker == source or created.owner != self._agent.info.wire_id:
+        identifier, fork = GlobalId.from_proto(created), GlobalId(source, created.fork)
+        if identifier.worker != source or created.owner != self._agent.info.wire_id:
             raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
         if source != self._agent.info.wire_id:
             return self._table.begin_creation(identifier, fork, source)

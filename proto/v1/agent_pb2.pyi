@@ -1327,31 +1327,30 @@ Global___SharedMemory: typing_extensions.TypeAlias = SharedMemory
 
 @typing.final
 class Reference(google.protobuf.message.Message):
-    """An RRef that is passed to another worker."""
+    """An RRef that is passed to another worker, or the one to the value that a message creates."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REFERENCE_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     FORK_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    worker_id: builtins.int
+    """with `number`, the id of the value"""
+    number: builtins.int
+    fork: builtins.int
+    """the number of the fork of the reference that the sender has made"""
     owner: builtins.int
     """a worker id"""
-    @property
-    def reference(self) -> Global___GlobalId: ...
-    @property
-    def fork(self) -> Global___GlobalId:
-        """the receiver's copy of the reference, which the owner counts"""
-
     def __init__(
         self,
         *,
-        reference: Global___GlobalId | None = ...,
-        fork: Global___GlobalId | None = ...,
+        worker_id: builtins.int = ...,
+        number: builtins.int = ...,
+        fork: builtins.int = ...,
         owner: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["fork", b"fork", "reference", b"reference"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["fork", b"fork", "owner", b"owner", "reference", b"reference"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["fork", b"fork", "number", b"number", "owner", b"owner", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Reference: typing_extensions.TypeAlias = Reference

@@ -278,7 +278,7 @@ class Schedule(World):
 
     def refused(self, envelope: agent_pb2.Envelope) -> None:
         if envelope.type == MessageType.RREF_CREATE:
-            self.doomed.add(self.numbers[GlobalId.from_proto(envelope.created.reference)])
+            self.doomed.add(self.numbers[GlobalId.from_proto(envelope.created)])
 
     # Early deletes.
 
@@ -301,7 +301,7 @@ class Schedule(World):
         if not self.killed:
             for envelope in self._envelopes():
                 for reference in envelope.references:
-                    if self.numbers[GlobalId.from_proto(reference.reference)] == number:
+                    if self.numbers[GlobalId.from_proto(reference)] == number:
                         self.errors.append(f"{number} was freed while a reference to it was in flight")
 
     def _counts_for(self, rref: rpc.RRef) -> bool:
