@@ -24,7 +24,15 @@ from typing import Any, final
 
 import torch
 
-from ..errors import LimitReachedError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from ..errors import (
+    LimitReachedError,
+    Outcome,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+    SendFailedError,
+    WorkerLostError,
+)
 from ..proto.v1 import agent_pb2
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
@@ -321,6 +329,8 @@ class References(ReferenceExtension):
             self._creating.discard(fork.reference)  # if it has not arrived, it will not
             self._passed_on.make_sure(fork, partial(self._confirm, fork))
         else:
+            if isinstance(error, RpcError) and error.outcome is Outcome.NOT_SENT:
+                self._creating.discard(fork.reference)
             self._confirm(fork, error)
 
     def _confirm(self, fork: Fork, error: Exception | None) -> None:

@@ -161,7 +161,7 @@ class Call:
         """
         if self.state in _UNSENT or self.is_withdrawn:
             return Outcome.NOT_SENT
-        if unsent and self.message is not None and self.message.beginning() in unsent:
+        if unsent and self.handler.cancellable and self.message is not None and self.message.beginning() in unsent:
             return Outcome.NOT_SENT
         return Outcome.UNKNOWN
 

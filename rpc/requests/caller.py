@@ -577,7 +577,7 @@ class Caller:
             call: the call.
             then: called afterwards, on any thread; not if the event loop has ended. Must not block.
         """
-        message = call.message if call.state is State.SENT else None
+        message = call.message if call.state is State.SENT and call.handler.cancellable else None
         if message is None:
             then()
         elif message.payloads:
