@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
-from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
+from gradwire.errors import EvictedError, RpcTimeoutError, RRefError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.peers import links as agent_links
 from gradwire.rpc.transports.probe import Reach
@@ -276,6 +276,34 @@ def test_a_creation_that_was_never_sent_leaves_nothing_behind(workers):
     b.run(assert_clean)
     for pending in [each.start(rpc.shutdown, timeout=20) for each in (a, b)]:
         pending.result()
+
+
+def test_who_got_a_reference_to_a_creation_that_was_never_sent_hears_of_it(workers):
+    """Its creator has passed the reference on before its time was up, and still has it."""
+    a, b, c = workers.rpc(3, liveness=replace(LIVENESS, when_suspect="wait"))
+
+    def while_stopped() -> None:
+        links.assert_silent(links.futures.pop())
+        made = rpc.remote("worker1", torch.ones, (2,), timeout=1.0)
+        rpc.rpc_sync("worker2", keep, (made,))
+        with pytest.raises(RpcTimeoutError):
+            made.to_here(timeout=5)
+        keep(made)
+
+    def fetch() -> None:
+        with pytest.raises(RRefError):
+            remote_functions.kept[0].to_here(timeout=20)
+
+    a.run(links.call_for_ever, "worker1")
+    with stopped(b):
+        a.run(while_stopped)
+    a.run(wait_until, lambda: links.state_of("worker1") == "connected")
+    b.run(set_event, "never")
+    c.run(fetch)
+    for each in (a, c):
+        each.run(lambda: remote_functions.kept.clear())
+    for each in (a, b, c):
+        each.run(assert_clean)
 
 
 def hold_the_interpreter_of(name: str) -> None:
