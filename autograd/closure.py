@@ -74,11 +74,13 @@ def closure_from_proto(messages: Collection[agent_pb2.WorkerSends]) -> Closure:
     """Returns the closure that the messages in a header describe. Raises ValueError if it is too large for one."""
     sends: list[SendId] = []
     omitted: list[SendId] = []
+    count = 0
     for message in messages:
+        count += len(message.message_ids) + len(message.omitted)
+        if count > MAX_HEADER_SENDS:
+            raise ValueError(f"malformed autograd header: its closure has more than {MAX_HEADER_SENDS} sends")
         worker = repeat(message.worker_id)
         sends += zip(worker, message.message_ids, strict=False)  # as many as there are message ids
         if message.omitted:
             omitted += zip(worker, message.omitted, strict=False)
-    if len(sends) + len(omitted) > MAX_HEADER_SENDS:
-        raise ValueError(f"malformed autograd header: its closure has more than {MAX_HEADER_SENDS} sends")
     return Closure(frozenset(sends), frozenset(omitted)) if sends or omitted else NOTHING

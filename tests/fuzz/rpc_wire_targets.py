@@ -43,7 +43,7 @@ SMALL_PARSED_BYTES = 60 << 10
 NUMBERS = st.sampled_from([0, 1, 2, 77, 2**31, 2**63, 2**64 - 1])
 WORKER_IDS = st.sampled_from([0, 1, 2, 2**32 - 1])
 IDS = st.builds(agent_pb2.GlobalId, worker_id=WORKER_IDS, number=NUMBERS)
-REFERENCES = st.builds(agent_pb2.Reference, reference=IDS, fork=IDS, owner=WORKER_IDS)
+REFERENCES = st.builds(agent_pb2.Reference, worker_id=WORKER_IDS, number=NUMBERS, fork=NUMBERS, owner=WORKER_IDS)
 SENDS = st.builds(
     agent_pb2.WorkerSends,
     worker_id=WORKER_IDS,
@@ -68,6 +68,7 @@ ENVELOPES = st.builds(
     type=st.integers(0, 70),
     body=PAYLOADS,
     tensors=st.lists(st.builds(agent_pb2.Tensor, sizes=st.lists(st.integers(-1, 9), max_size=9)), max_size=3),
+    needed_values=st.lists(IDS, max_size=3),
     references=st.lists(REFERENCES, max_size=3),
     autograd=st.builds(agent_pb2.AutogradHeader, closure=st.lists(SENDS, max_size=3)),
     control=st.builds(

@@ -70,7 +70,8 @@ def test_ordinary_messages_are_parsed_as_they_are():
     for _ in range(2000):
         tensor = envelope.tensors.add(dtype=1, sizes=[3, 4], strides=[1, 3])
         tensor.data.inline = bytes(48)
-        envelope.references.add(owner=1).fork.number = 5
+        envelope.references.add(worker_id=1, number=5, fork=5)
+        envelope.needed_values.add(worker_id=1).number = 5
     data = envelope.SerializeToString()
     parsed, nbytes = parse_envelope(data)
     assert parsed == envelope
