@@ -188,24 +188,20 @@ class Engine:
             pass_id = (header.caller, header.pass_number)
             context.set_gradients(message.source.wire_id, pass_id, header.message_id, decompress(compressed))
 
-    @contextmanager
-    def receiving_gradients(self, message: Incoming) -> Iterator[None]:
-        """Context manager in which gradients are unpickled, if they come from the receiver of their message.
-
-        If they cannot be, their pass fails: its gate would wait for them until the timeout.
-        """
+    def check_gradients(self, message: Incoming) -> None:
+        """Raises an error unless gradients come from the receiver of their message."""
         header = message.envelope.gradients
         if (context := self._contexts.find(header.context_id)) is None:
             raise UnwantedMessageError(f"autograd context {header.context_id} has ended")
         context.check_receiver(message.source.wire_id, header.message_id)
         if not self._agent.is_member(header.caller):
             raise AutogradError(f"there is no worker {header.caller} to begin a backward pass")
-        yield
-        if isinstance(message.error, Exception):
-            self.fail_gradients(message, message.error)
 
     def fail_gradients(self, message: Incoming, error: Exception) -> None:
-        """Fails the pass of gradients that cannot be decoded: here, and by its caller on all workers."""
+        """Fails the pass of gradients that cannot be decoded: here, and by its caller on all workers.
+
+        Its gate would wait for them until the timeout.
+        """
         header = message.envelope.gradients
         if (context := self._contexts.find(header.context_id)) is not None:
             context.check_receiver(message.source.wire_id, header.message_id)

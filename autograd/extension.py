@@ -54,7 +54,11 @@ class Autograd(Extension):
         """
         return {
             MessageType.BACKWARD: Handler(self.engine.serve_part, description="a backward pass on worker"),
-            MessageType.GRADIENTS: Handler(self.engine.serve_gradients, scope=self.engine.receiving_gradients),
+            MessageType.GRADIENTS: Handler(
+                self.engine.serve_gradients,
+                check=self.engine.check_gradients,
+                on_error=self.engine.fail_gradients,
+            ),
             MessageType.CLOSURE: Handler(
                 self.engine.serve_closure, description="the preparation of a backward pass on worker"
             ),

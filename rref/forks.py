@@ -18,7 +18,6 @@ It is that of PyTorch's design note "Remote Reference Protocol", with acknowledg
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -101,6 +100,7 @@ class References(ReferenceExtension):
                 operation="remote",
                 is_quick=True,
                 description="RRef creation via remote() on worker",
+                on_error=lambda message, error: self.values.fail(message.state[References], error),
             ),
             RREF_FETCH: Handler(
                 self.values.serve_fetch,
@@ -250,11 +250,6 @@ class References(ReferenceExtension):
             message.state[References] = self.values.begin_creation(message)
         if refused is not None:
             raise refused
-
-    def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
-        """Returns the context manager in which a value is created."""
-        entry = message.state.get(References)
-        return None if entry is None else self.values.creation_scope(message, entry)
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Accepts and drops the references of a message that cannot be decoded, so that their owners do not wait.

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import logging
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -108,10 +107,6 @@ class ValueServer:
         self._table.mark_created(entry)
         return entry
 
-    def creation_scope(self, message: Incoming, entry: OwnedValue) -> AbstractContextManager[None]:
-        """Returns the context in which RREF_CREATE is handled: fails the entry if the call cannot be unpickled."""
-        return _CreationScope(self, message, entry)
-
     def serve_creation(self, message: Incoming, entry: OwnedValue) -> LaterAnswer | None:
         """Runs a call and keeps its result. Answers when the call has ended, successfully or not."""
         try:
@@ -159,22 +154,3 @@ class ValueServer:
     def fail(self, entry: OwnedValue, error: Exception) -> None:
         """Fails an entry with an error of this worker, whose traceback goes with it as text."""
         entry.fail(with_traceback_as_text(error, self._agent.info.name))
-
-
-@final
-class _CreationScope:
-    """Context manager around the handler of RREF_CREATE: fails the entry if the call cannot be unpickled."""
-
-    __slots__ = ("_entry", "_message", "_values")
-
-    def __init__(self, values: "ValueServer", message: Incoming, entry: OwnedValue) -> None:
-        self._values = values
-        self._message = message
-        self._entry = entry
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if isinstance(self._message.error, Exception):
-            self._values.fail(self._entry, self._message.error)

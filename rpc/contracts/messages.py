@@ -3,7 +3,6 @@
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -45,7 +44,7 @@ Buffer = bytes | memoryview
 
 
 class UnwantedMessageError(Exception):
-    """Raised by the `scope` of a handler: nothing waits for the message, which is dropped and not unpickled."""
+    """Raised by the `check` of a handler: nothing waits for the message, which is dropped and not unpickled."""
 
 
 @dataclass(slots=True)
@@ -85,8 +84,6 @@ class Incoming:
     """What the references in the pickle become; a hook fills it."""
     value: Any = None
     """The unpickled body."""
-    error: BaseException | None = None
-    """The exception that unpickling or handling the message raised."""
     failure: BaseException | None = None
     """What the function that a request names has raised, if the handler does not raise it."""
     state: dict[type, Any] = field(default_factory=dict)
@@ -94,7 +91,7 @@ class Incoming:
     has_begun: bool = False
     """Whether its handler has begun to run."""
     on_ran: Callable[[], None] | None = None
-    """Called when its handler has run or raised, before the answer is sent. The scope ends after that."""
+    """Called when its handler has run or raised, before the answer is sent."""
 
 
 @dataclass(slots=True)
@@ -166,8 +163,9 @@ class Handler:
     description: what such a request is, in words that go on with the name of a worker; for errors.
     is_quick: whether answers to such requests are plain, and completing one runs code of gradwire only, unless the
         user has added callbacks. Then the thread that reads an answer does it.
-    scope: returns the context in which a message is unpickled and processed, if it needs one. It looks at the
-        headers first, and raises if the sender may not send such a message, or UnwantedMessageError.
+    check: called before a message is unpickled: looks at its headers, and raises if the sender may not send such
+        a message, or UnwantedMessageError.
+    on_error: called when a message could not be unpickled, or `run` has raised, and the error has been answered.
     """
 
     run: Callable[[Incoming], Any]
@@ -176,4 +174,5 @@ class Handler:
     operation: str = "request"
     description: str = "a request to worker"
     is_quick: bool = False
-    scope: Callable[[Incoming], AbstractContextManager[None]] | None = None
+    check: Callable[[Incoming], None] | None = None
+    on_error: Callable[[Incoming, Exception], None] | None = None

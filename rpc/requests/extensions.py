@@ -217,11 +217,8 @@ class Extensions:
                 log.exception("the headers of a message from worker %s cannot be processed", source.name)
 
     def scope(self, message: Incoming) -> AbstractContextManager[object] | None:
-        """Returns the context for running a request's handler, if it or the extensions have one."""
-        handler = self.handlers[message.envelope.type]
-        if handler.scope is not None:
-            return handler.scope(message)
-        if not message.state or not handler.user_values:
+        """Returns the context for running a request's handler, if the extensions have one."""
+        if not message.state or not self.handlers[message.envelope.type].user_values:
             return None
         scopes = [entered for scope in self._scope if (entered := scope(message)) is not None]
         return scopes[0] if len(scopes) == 1 else _nested(scopes)

@@ -212,14 +212,15 @@ class Server:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
             del payloads
             try:
-                has_scope = message.state or handler.scope is not None
-                if has_scope and (scope := self._extensions.scope(message)) is not None:
+                if handler.check is not None:
+                    handler.check(message)
+                if message.state and (scope := self._extensions.scope(message)) is not None:
                     with scope:
                         self._run_in_scope(call, message, handler)
                 else:
                     self._run_in_scope(call, message, handler)
             finally:
-                message.error = message.failure = None  # their tracebacks lead back to this frame
+                message.failure = None  # its traceback leads back to this frame
                 has_begun = message.has_begun
         except BaseException as error:
             self._answer_error(source, envelope, error, has_begun=has_begun)
@@ -257,8 +258,9 @@ class Server:
                 del result  # it may be in that memory, too
                 self._send_answer(answer)
         except BaseException as error:
-            message.error = error  # which scopes look at when they end
             self._answer_error(message.source, message.envelope, error, has_begun=message.has_begun)
+            if handler.on_error is not None and isinstance(error, Exception):
+                handler.on_error(message, error)
 
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
         has_map = request.envelope.device_map

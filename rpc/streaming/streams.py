@@ -8,8 +8,7 @@ generator only while the items that have been sent and not taken are less than a
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from ...errors import (
@@ -67,9 +66,11 @@ class Streams(Extension):
                 operation="rpc_stream",
                 description="the request of a stream from worker",
             ),
-            MessageType.STREAM_OPENED: Handler(self._on_opened, scope=self._of_consumer),
-            MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True, scope=self._replace_on_error),
-            MessageType.STREAM_CREDIT: Handler(self._on_credit, scope=self._of_producer),
+            MessageType.STREAM_OPENED: Handler(self._on_opened, check=self._check_opened),
+            MessageType.STREAM_ITEM: Handler(
+                self._on_item, user_values=True, check=self._check_item, on_error=self.on_decode_error
+            ),
+            MessageType.STREAM_CREDIT: Handler(self._on_credit, check=self._check_credit),
         }
 
     # Consuming.
@@ -119,7 +120,7 @@ class Streams(Extension):
     def _close_at_producer(self, opened: Incoming) -> None:
         self.agent.control.send(opened.source, CLOSE, opened.envelope.stream.stream_id)
 
-    def _of_consumer(self, message: Incoming) -> AbstractContextManager[None]:
+    def _check_opened(self, message: Incoming) -> None:
         """Raises UnwantedMessageError for STREAM_OPENED of a stream that has no consumer here, or not any more."""
         if self._consumer_of(message) is None:
             key = message.source.wire_id, message.envelope.stream.stream_id
@@ -127,33 +128,22 @@ class Streams(Extension):
                 self._closed_early.pop(key)
                 self._close_at_producer(message)
             raise UnwantedMessageError(NO_STREAM)
-        return nullcontext()
 
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
             consumer.on_item(message.envelope.stream.items, message.value, None, message.nbytes)
 
-    @contextmanager
-    def _replace_on_error(self, message: Incoming) -> Iterator[None]:
-        """Context manager that replaces an item by its error if it does not unpickle.
-
-        Raises:
-            UnwantedMessageError: nothing here waits for items of this sender.
-        """
+    def _check_item(self, message: Incoming) -> None:
+        """Raises UnwantedMessageError if nothing here waits for items of this sender."""
         if self._consumer_of(message) is None:
             raise UnwantedMessageError(NO_STREAM)
-        try:
-            yield
-        finally:
-            if isinstance(message.error, Exception):
-                self.on_decode_error(message, message.error.with_traceback(None))
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Replaces an item that cannot be decoded by the error."""
         if message.envelope.type != MessageType.STREAM_ITEM:
             return
         if (consumer := self._consumer_of(message)) is not None:
-            consumer.on_item(message.envelope.stream.items, None, error, 0)
+            consumer.on_item(message.envelope.stream.items, None, error.with_traceback(None), 0)
 
     def _consumer_of(self, message: Incoming) -> StreamConsumer | None:
         """Returns the consumer that a message is for; None if it is unknown or the sender is not its producer."""
@@ -200,11 +190,10 @@ class Streams(Extension):
         if (producer := self._producer_of(message)) is not None:
             producer.on_credit(message.envelope.stream.items, message.envelope.stream.nbytes)
 
-    def _of_producer(self, message: Incoming) -> AbstractContextManager[None]:
+    def _check_credit(self, message: Incoming) -> None:
         """Raises UnwantedMessageError for credit of a stream that this worker does not produce."""
         if self._producer_of(message) is None:
             raise UnwantedMessageError(NO_STREAM)
-        return nullcontext()
 
     def _on_close(self, sender: WorkerInfo, stream_id: Any) -> None:
         if (producer := self._producers.get((sender.wire_id, stream_id))) is not None:
