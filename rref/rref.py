@@ -248,8 +248,9 @@ class RRef(Generic[T_co]):
     def _call_remote(
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> "RRef[Any]":
-        # A missing attribute is an error now, not when the result is fetched.
-        handle, kind = self._handle, self._known_type()
+        # A missing attribute is an error now, not when the result is fetched. So is the time-out of a creation.
+        handle, asked = self._handle, self._type
+        kind = None if asked is None or not asked.done() or error_of(asked) is not None else asked.value()
         if kind is None or not hasattr(kind, name):
             policy = handle.agent.options.policy.of(handle.owner.name)
             # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.

@@ -231,6 +231,28 @@ def test_a_fetch_that_overtakes_its_creation(three_workers):
     three_workers[0].run(check)
 
 
+class WaitsToBeMade:
+    def __init__(self) -> None:
+        wait_for("made")
+
+    def method(self) -> None:
+        pass
+
+
+def test_remote_waits_for_the_object_whose_method_it_calls(workers):
+    """So a creation that takes longer than the timeout is an error of the call itself."""
+    a, _ = workers.rpc(2)
+
+    def check() -> None:
+        made = rpc.remote("worker1", WaitsToBeMade)
+        with pytest.raises(RpcTimeoutError):
+            made.remote(timeout=0.1).method()
+        rpc.rpc_sync("worker1", set_event, ("made",))
+        assert made.remote().method().to_here() is None
+
+    a.run(check)
+
+
 class Underscored:
     def _call(self, value: int) -> int:
         return value
