@@ -116,7 +116,7 @@ class _CtrlC:
     @interruptible  # else one that comes right after the look would wait with it
     def check(self) -> None:
         """Raises an interrupt that was noted, if this is the main thread."""
-        if self.noted_at is not None and threading.current_thread() is threading.main_thread():
+        if self.noted_at is not None and _is_main():
             self.noted_at = None
             raise KeyboardInterrupt
 

@@ -92,7 +92,15 @@ class Call:
     future: Future[Any]
     """Set with the first attempt."""
 
-    def __init__(self, parts: CallParts, worker: WorkerInfo, handler: Handler, timeout: float, depth: int) -> None:
+    def __init__(
+        self,
+        parts: CallParts,
+        worker: WorkerInfo,
+        handler: Handler,
+        timeout: float,
+        depth: int,
+        repeats: Repeats | None = None,
+    ) -> None:
         """Is not sent.
 
         Args:
@@ -101,6 +109,7 @@ class Call:
             handler: of its message type.
             timeout: seconds, 0 for none.
             depth: how many calls it is inside of.
+            repeats: how it is sent again; None if it may run once only.
         """
         self.identifier = 0
         """Of the latest attempt."""
@@ -120,8 +129,7 @@ class Call:
         """Whether its time is up; it is about to be taken back, and to fail."""
         self.is_withdrawn = False
         """Whether it was taken back before anything of it was sent."""
-        self.repeats: Repeats | None = None
-        """Not None if it may run more than once."""
+        self.repeats = repeats
 
     # Before it is sent.
 

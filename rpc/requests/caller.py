@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, final
 
-import torch
-
 from ...errors import (
     AnswerFailedError,
     Outcome,
@@ -132,21 +130,21 @@ class Caller:
             return finalizer_calls.send(send, worker.name, operation)
         device_map = self._codec.device_map(worker) if self._maps_devices else NO_DEVICES
         packed = self._codec.pack_request(request, worker, device_map)
-        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
-        if request.idempotent and self._extensions.may_repeat():
-            call.repeats = Repeats(request, timeout)
-        self._start(call, request, packed, packed.tensors, device_map)
+        repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
+        handler = self._extensions.handlers[request.kind]
+        call = Call(self._parts, worker, handler, timeout, self._nesting.depth, repeats)
+        self._start(call, request, packed, device_map)
         return call.future
 
     async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack_request(request, worker, device_map)
-        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
-        if request.idempotent and self._extensions.may_repeat():
-            call.repeats = Repeats(request, timeout)
+        repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
+        handler = self._extensions.handlers[request.kind]
+        call = Call(self._parts, worker, handler, timeout, self._nesting.depth, repeats)
         try:
-            waiter = self._begin(call, request, packed, packed.tensors, device_map, blocks=False)
+            waiter = self._begin(call, request, packed, device_map, blocks=False)
             if waiter is not None:
                 await asyncio.wrap_future(waiter.woken)
             self._go_on(call, waiter)
@@ -161,7 +159,6 @@ class Caller:
         request: Request,
         timeout: float,
         packed: Packed,
-        tensors: list[torch.Tensor],
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
     ) -> Future[Any]:
@@ -171,13 +168,12 @@ class Caller:
             worker: the receiver.
             request: what to send.
             timeout: seconds, 0 for none.
-            packed: the value.
-            tensors: those of the value, in a list that extensions may change.
+            packed: the value. Extensions may change its list of tensors.
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
         """
         call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
-        self._start(call, request, packed, tensors, device_map, broadcast)
+        self._start(call, request, packed, device_map, broadcast)
         return call.future
 
     def _start(
@@ -185,13 +181,12 @@ class Caller:
         call: Call,
         request: Request,
         packed: Packed,
-        tensors: list[torch.Tensor],
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
     ) -> None:
         """Sends a call, when there is capacity for it. Raises what keeps it from being sent, or fails it."""
         try:
-            waiter = self._begin(call, request, packed, tensors, device_map)
+            waiter = self._begin(call, request, packed, device_map)
             if waiter is not None:
                 with self._executor.blocking():
                     wait_interruptibly(waiter.woken.result)
@@ -207,7 +202,6 @@ class Caller:
         call: Call,
         request: Request,
         packed: Packed,
-        tensors: list[torch.Tensor],
         device_map: DeviceMap,
         *,
         blocks: bool = True,
@@ -234,7 +228,7 @@ class Caller:
             worker,
             envelope,
             packed.body,
-            tensors,
+            packed.tensors,
             packed.references,
             None,
             handler.user_values,
@@ -257,8 +251,8 @@ class Caller:
         if call.timeout:
             envelope.timeout_ms = max(1, min(int(1000 * call.timeout), MAX_TIMEOUT_MS))
         nbytes = len(packed.body)
-        if tensors:
-            nbytes += bytes_of(tensors)
+        if packed.tensors:
+            nbytes += bytes_of(packed.tensors)
         waiter = self.flow_control.admit(worker, identifier, nbytes, blocks=blocks)
         if waiter is not None:
             self._queue(call, waiter)
@@ -314,9 +308,8 @@ class Caller:
             Whether the error fails the future of the call. Else the caller gets it at once.
         """
         self._release_unsent(call)
-        is_taken = (
-            self.in_flight.pop(call.identifier, None) is not None
-        )  # else the loss of its worker has failed it
+        # It may have been failed, by the loss of its worker.
+        is_taken = self.in_flight.pop(call.identifier, None) is not None
         if isinstance(error, SendFailedError) and is_taken:
             error = SendFailedError(call.worker.name, error.reason, call.handler.description)
         is_of_call = isinstance(error, CONNECTION_ERRORS) or (
@@ -440,7 +433,7 @@ class Caller:
         with self._nesting.at(call.depth):
             device_map = self._codec.device_map(worker)
             packed = self._codec.pack_request(request, worker, device_map)
-            self._start(call, request, packed, packed.tensors, device_map)
+            self._start(call, request, packed, device_map)
         if repeats.is_cancelled:
             self.cancel(call.identifier)
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -126,10 +127,10 @@ class MultiSender:
         """Sends a request to one of several workers; an error fails this future only."""
         with around(worker):
             try:
-                packed = encoded.packed
-                tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
+                packed = copy.copy(encoded.packed)
+                packed.tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
                 return self._caller.send_packed(
-                    worker, request, timeout, packed, tensors, encoded.device_map, encoded.broadcast
+                    worker, request, timeout, packed, encoded.device_map, encoded.broadcast
                 )
             except Exception as error:
                 operation = self._extensions.handlers[request.kind].operation

@@ -7,7 +7,6 @@ number.
 
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -145,13 +144,11 @@ def counted(name: str) -> tuple[int, int]:
         run()
     fewest = sys.maxsize, sys.maxsize
     for _ in range(ROUNDS):
-        time.sleep(0.05)  # for what follows: acknowledgements, and threads that fall asleep
         for rank in (1, 2, 3):
             rpc.rpc_sync(f"worker{rank}", begin)
         begin()
         for _ in range(REPEATS):
             run()
-        time.sleep(0.05)
         total = end().copy()
         for rank in (1, 2, 3):
             total += rpc.rpc_sync(f"worker{rank}", end)
