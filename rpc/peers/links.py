@@ -230,6 +230,7 @@ class Links:
         link = self._links[peer.wire_id]
         if self._is_closed or link.state is LinkState.LOST:
             return
+        self._renew_leases_if_cut_off()
         if link.state is LinkState.UNCONNECTED:
             link.set_state(LinkState.CONNECTED)
             return
@@ -259,6 +260,7 @@ class Links:
             self._lose_ended(link)
             return
         link.set_state(LinkState.CHECKING)
+        self._renew_leases_if_cut_off()
         self._set_absence(link, Absence(end, waits=True))
         self.breaks[peer.wire_id] += 1
         self._owner.drop_payloads(peer, end.reason, is_lost=False)
@@ -338,6 +340,19 @@ class Links:
         if link.healing is not None:
             link.healing.cancel()
         link.healing = link.check = link.lease = None
+
+    def _renew_leases_if_cut_off(self) -> None:
+        """Gives all suspect workers a whole lease again if this worker has no connection.
+
+        It is called when the last connection breaks, and before there is one again. In between, this worker may be
+        the one that is cut off; the others have not been silent for as long as it has heard nothing.
+        """
+        if any(link.state is LinkState.CONNECTED for link in self._links.values()):
+            return
+        for link in self._links.values():
+            if link.lease is not None:
+                link.lease.cancel()
+                self._count_lease(link, self._liveness.lease, self._loop.time())
 
     def _count_lease(self, link: _Link, left: float, before: float) -> None:
         """Counts the lease of a suspect worker, but not the time in which this process was stopped."""

@@ -157,6 +157,26 @@ def test_a_member_that_left_before_it_was_connected_is_no_member():
         assert a.links.lost[b.info.wire_id].orderly
 
 
+def test_workers_that_are_cut_off_one_after_the_other_stay_members():
+    """These two do not hear of each other for longer than a lease, but each is away for a shorter time."""
+    with SimulatedGroup(0, 6).installed() as group:
+        for one in group.living:
+            for other in group.living:
+                if one.info.id < other.info.id:
+                    group.dial(one, other)
+        group.pass_time(1.0)
+        first, second = group.living[:2]
+        for seconds, change in [
+            (40.0, lambda: group.unplug(first)),
+            (5.0, lambda: group.unplug(second)),
+            (35.0, lambda: group.plug_in(first)),
+            (30.0, lambda: group.plug_in(second)),
+        ]:
+            change()
+            group.pass_time(seconds)
+        check_membership(group, set())
+
+
 def _events(group: SimulatedGroup) -> list[tuple[str, Callable[[], object]]]:
     """Returns one event of each kind, to run in this order."""
     killed, silent = (group.workers[each] for each in sorted(group.workers)[1:3])
