@@ -40,8 +40,9 @@ from .execution.futures import Future
 from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
 from .peers import evictions
-from .peers.control import RetryingControlMessages
+from .peers.control import ControlStreams
 from .peers.network import Network
+from .requests.codec import CONFIRMED
 from .transports.base import Connecting, Transport, TransportClosedError
 from .wire.attached import embed
 
@@ -55,7 +56,7 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    kinds = [*all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS, *evictions.CONTROL_KINDS]
+    kinds = [CONFIRMED, *all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS, *evictions.CONTROL_KINDS]
     return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
 
 
@@ -147,8 +148,8 @@ def start_faulty_agent(
         extensions = DEFAULT_EXTENSIONS
     factories = AgentFactories(
         network=partial(Network, wrap=_Faults(rpc_backend_options).wrap),
-        # By themselves, so that they fail without the calls that they would be attached to.
-        control=partial(RetryingControlMessages, attaches=False),
+        # By themselves, so that they fail without the calls that would take them along.
+        control=partial(ControlStreams, takes_along=False),
     )
     make_agent = partial(GrpcAgent, extensions=extensions, factories=factories)
     return start_agent(store, name, rank, world_size, rpc_backend_options, make_agent)
@@ -206,13 +207,6 @@ class _FaultyTransport:
         if self._fail_or_delay(envelope, attached):
             return DELAYED_TICKET
         return self._transport.send(envelope, attached)
-
-    def send_behind(self, envelope: bytes, seconds: float) -> None:
-        if not self._fail_or_delay(envelope):
-            self._transport.send_behind(envelope, seconds)
-
-    def flush(self) -> None:
-        self._transport.flush()
 
     def withdraw(self, ticket: int, beginning: bytes) -> bool:
         return ticket != DELAYED_TICKET and self._transport.withdraw(ticket, beginning)

@@ -283,7 +283,7 @@ class References(ReferenceExtension):
                 self._confirm(fork, error)
                 self._tell_accepted(sender, fork_id)
 
-            payload = (tuple(identifier), tuple(fork_id))
+            payload = (*identifier, *fork_id)
             self.agent.control.send(owner, "rref.fork", payload, on_registered, urgent=False)
         return self._lease(fork)
 
@@ -324,9 +324,17 @@ class References(ReferenceExtension):
             self._creating.discard(fork.reference)  # if it has not arrived, it will not
             self._passed_on.make_sure(fork, partial(self._confirm, fork))
         else:
-            if isinstance(error, RpcError) and error.outcome is Outcome.NOT_SENT:
+            is_unsent = isinstance(error, RpcError) and error.outcome is Outcome.NOT_SENT
+            if is_unsent and isinstance(error, WorkerLostError | SendFailedError):
                 self._creating.discard(fork.reference)
+            elif is_unsent or (error is not None and fork.is_doubtful):
+                self._withdraw_creation(fork)
             self._confirm(fork, error)
+
+    def _withdraw_creation(self, fork: Fork) -> None:
+        """Has the owner ask again for a creation that has failed and will not arrive, if it waits for it."""
+        self._creating.discard(fork.reference)
+        self.agent.control.send(fork.owner, "rref.fork", (*fork.reference, *fork.id), urgent=False)
 
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
         """Handles the owner's answer: it has counted the fork, or never will."""
@@ -351,7 +359,7 @@ class References(ReferenceExtension):
                 fork.deletion.pop()
             except IndexError:  # another thread has told the owner
                 return
-            payload = (tuple(fork.reference), tuple(fork.id))
+            payload = (*fork.reference, *fork.id)
             removed = lambda _error: self._remove_fork(fork)  # noqa: E731
             self.agent.control.send(fork.owner, "rref.delete", payload, removed, urgent=False)
         else:
@@ -363,7 +371,7 @@ class References(ReferenceExtension):
             self._fork_deleted.notify_all()
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
-        value, fork_id = map(GlobalId.from_payload, payload)
+        value, fork_id = GlobalId.pair_from_payload(payload)
         self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
@@ -371,8 +379,7 @@ class References(ReferenceExtension):
             raise RRefError(f"reference {identifier} is gone: {sender.name!r} has deleted the value")
 
     def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:
-        identifier, fork = payload
-        self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.wire_id)
+        self.table.remove_fork(*GlobalId.pair_from_payload(payload), sender.wire_id)
 
     def release_all(self, timeout: float) -> None:
         """Deletes all forks that this worker holds, and waits until their owners have removed them.
@@ -393,8 +400,13 @@ class References(ReferenceExtension):
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
     def on_worker_suspect(self, worker: WorkerInfo, _reason: str) -> None:
-        """Notes which references a suspect worker may not have got."""
+        """Notes which references, and creations, a suspect worker may not have got."""
         self._passed_on.on_worker_suspect(worker.wire_id)
+        for fork in self.forks.copy():
+            if fork.owner.wire_id == worker.wire_id and fork.is_creator and not fork.is_confirmed:
+                fork.is_doubtful = True  # of this and of `_on_created`, the one that comes last sees the other
+                if fork.error is not None and fork.reference in self._creating:
+                    self._withdraw_creation(fork)
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Finds out which of them it has not got."""

@@ -53,6 +53,8 @@ class Fork:
     owner: WorkerInfo
     is_creator: bool = False
     """Whether this worker has created the value by `remote`."""
+    is_doubtful: bool = False
+    """On the creator: whether the connection broke before the creation was answered, so that it may be lost."""
     is_confirmed: bool = False
     """Whether the owner is known to have counted the fork."""
     error: Exception | None = None

@@ -29,6 +29,13 @@ class GlobalId(NamedTuple):
         raise ValueError(f"malformed id: {reprlib.repr(payload)}")
 
     @classmethod
+    def pair_from_payload(cls, payload: object) -> "tuple[GlobalId, GlobalId]":
+        """Returns the two ids that another worker has sent as one tuple. Raises ValueError if it is none."""
+        if isinstance(payload, tuple) and len(payload) == 4:
+            return cls.from_payload(payload[:2]), cls.from_payload(payload[2:])
+        raise ValueError(f"malformed ids: {reprlib.repr(payload)}")
+
+    @classmethod
     def from_proto(cls, message: agent_pb2.GlobalId | agent_pb2.Reference) -> "GlobalId":
         """Returns the id in a protobuf message: of a reference, that of the value."""
         return cls(message.worker_id, message.number)

@@ -6,7 +6,7 @@ An entry is kept as long as any worker has a fork of it; after that, only by the
 import contextlib
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +22,9 @@ from .ids import GlobalId
 
 __all__ = ["AwaitedValue", "OwnedValue", "OwnerTable", "ValueTimeoutError"]
 
+
+MAX_DELETED_EARLY = 1 << 12
+"""Forks that were deleted before the message that makes their value was looked at, of which is known."""
 
 MAX_AWAITED = 1 << 16
 """Values of one creator that may be named before they are created: by default, no more calls are in flight."""
@@ -226,6 +229,9 @@ class OwnerTable:
         self._awaited: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
         """Entries that other workers' messages named before the creating message arrived. They are kept by what
         waits for them, and by their forks."""
+        self._deleted_early: OrderedDict[GlobalId, None] = OrderedDict()
+        """The forks of creations that their creators have deleted before the creating message was looked at. It
+        may still be, if the connection on which it arrived broke."""
         self._lost: dict[int, str] = {}
         """The reason of the loss of each lost worker, by id."""
 
@@ -290,6 +296,8 @@ class OwnerTable:
             known = self._forked.get(identifier) or self._held.get(identifier)
             if known is not None and known.is_created:
                 raise RRefError(f"reference {identifier} is in use already")
+            if self._deleted_early and self._deleted_early.pop(fork, self) is None:
+                raise RRefError(f"reference {identifier} has been deleted")
             entry = self._add_fork(identifier, fork, holder, is_awaited=False)
             self._mark_created(entry)
             return entry
@@ -322,6 +330,10 @@ class OwnerTable:
                 if entry.forks[fork] != holder:
                     raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
                 self._remove_fork(entry, fork)
+            if (entry is None or not entry.is_created) and identifier.worker == fork.worker == holder:
+                self._deleted_early[fork] = None
+                if len(self._deleted_early) > MAX_DELETED_EARLY:
+                    self._deleted_early.popitem(last=False)
         if entry is not None and not entry.forks and entry.may_have_finalizer():
             # Not here: a control message that waited for other workers would hold up calls, and other messages.
             last = [entry]

@@ -111,7 +111,7 @@ class PassedOn:
     def make_sure(self, fork: Fork, on_settled: Callable[[Exception | None], None]) -> None:
         """Has the owner count the fork of a creation, if it has arrived: its answer will not."""
         fork.creation = None
-        payload = (tuple(fork.reference), tuple(fork.id))
+        payload = (*fork.reference, *fork.id)
         self._agent.control.send(fork.owner, "rref.fork", payload, on_settled, urgent=False)
 
     def on_worker_suspect(self, worker: int) -> None:

@@ -9,7 +9,7 @@ from ..errors import RemoteError, RRefError
 from ..proto.v1 import agent_pb2
 from ..rpc.call_handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Deferred, Incoming, LaterAnswer, PiggybackedAnswer
+from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
 from ..rpc.execution.kept_errors import printable_text
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
@@ -123,9 +123,11 @@ class ValueServer:
             entry.fail(RemoteError(self._agent.info.name, f"{type(error).__name__}: {error}", ""))
             return None
         if not isinstance(result, Deferred):
-            if message.envelope.answer_can_wait and message.nbytes <= MAX_WAITING_BYTES:
+            # With a profile, the answer has its events.
+            can_wait = message.envelope.answer_can_wait and not message.envelope.HasField("profile")
+            if can_wait and message.nbytes <= MAX_WAITING_BYTES:
                 # The answer first: see `_confirm_creation`.
-                return PiggybackedAnswer(None, partial(entry.resolve, result))
+                return Confirmation(partial(entry.resolve, result))
             entry.resolve(result)
             return None
         has_ended: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -1,67 +1,93 @@
-"""A network that loses, repeats and reorders messages, for protocols that must work all the same."""
+"""A network that fails, delays and reorders messages, for protocols that must work all the same."""
 
+import asyncio
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import pytest
+from gradwire.errors import SendFailedError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers import control
+from gradwire.rpc.peers.network import Network
+from gradwire.rpc.transports.base import Transport, TransportClosedError
 
-
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes agents of this process repeat unacknowledged control messages within milliseconds."""
-    monkeypatch.setattr(control, "ATTEMPT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(control, "MAX_DOUBLINGS", 0)
-    monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(control, "MAX_PAUSE_S", 0.02)
+MAX_DELAY_S = 0.03
 
 
 class BadNetwork:
-    """Loses, repeats and delays a share of the envelopes that an agent sends.
+    """Fails or delays a share of the envelopes that an agent sends.
 
     Args:
-        agent: its envelopes go through this network from now on.
         seed: of the random choices.
-        kinds: the message types that may be lost, repeated or delayed; others are sent as they are.
+        kinds: the message types that may fail or come late; others are sent as they are.
     """
 
-    def __init__(self, agent: GrpcAgent, seed: int, kinds: Sequence[int]) -> None:
-        self._network = agent._network
-        self._kinds = kinds
+    def __init__(self, seed: int, kinds: Sequence[int]) -> None:
+        self.kinds = kinds
+        self.failed = 0
         self._random = random.Random(seed)
         self._lock = threading.Lock()  # the control thread sends, and those that answer
-        self._kept: list[tuple[WorkerInfo, bytes]] = []
-        self.lost = 0
-        agent._codec._network = self  # type: ignore[assignment]
+
+    def factories(self) -> AgentFactories:
+        """Returns the factories of the agent."""
+        return AgentFactories(network=partial(Network, wrap=partial(_BadTransport, self)))
+
+    def fate(self) -> float:
+        """Returns the seconds by which an envelope is late; -1 if it is not sent."""
+        with self._lock:
+            choice = self._random.random()
+            self.failed += choice < 0.25
+            return -1.0 if choice < 0.25 else self._random.uniform(0, MAX_DELAY_S) if choice < 0.5 else 0.0
+
+
+class _BadTransport:
+    def __init__(
+        self, bad: BadNetwork, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._bad, self._transport, self._peer, self._loop = bad, transport, peer, loop
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._network, name)
+        return getattr(self._transport, name)
 
-    def send(self, worker: WorkerInfo, data: bytes) -> None:
-        self._send(worker, data, self._network.send)
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        seconds = self._bad.fate() if agent_pb2.Envelope.FromString(envelope).type in self._bad.kinds else 0.0
+        if seconds < 0:
+            raise SendFailedError(self._peer.name, "the test failed it")
+        if not seconds:
+            return self._transport.send(envelope, attached)
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._send_late, envelope)
+        return -1
 
-    def send_behind(self, worker: WorkerInfo, data: bytes, seconds: float) -> None:
-        self._send(worker, data, lambda worker, data: self._network.send_behind(worker, data, seconds))
+    def _send_late(self, envelope: bytes) -> None:
+        with contextlib.suppress(TransportClosedError):
+            self._transport.send(envelope)
 
-    def _send(self, worker: WorkerInfo, data: bytes, send: Callable[[WorkerInfo, bytes], Any]) -> None:
-        kind = agent_pb2.Envelope.FromString(data).type
-        late: list[tuple[WorkerInfo, bytes]] = []
-        with self._lock:
-            fate = self._random.random() if kind in self._kinds else 1.0
-            if fate < 0.25:
-                self.lost += 1
-                return
-            if fate < 0.4:
-                self._kept.append((worker, data))  # comes after something later, perhaps much later
-                return
-            if self._kept and self._random.random() < 0.5:
-                late.append(self._kept.pop(self._random.randrange(len(self._kept))))
-        send(worker, data)
-        if fate < 0.6:
-            send(worker, data)
-        for each in late:
-            self._network.send(*each)
+
+class Recorder:
+    """Has the envelopes that an agent has sent to others."""
+
+    def __init__(self) -> None:
+        self.sent: list[agent_pb2.Envelope] = []
+
+    def factories(self) -> AgentFactories:
+        """Returns the factories of the agent."""
+        return AgentFactories(network=partial(Network, wrap=partial(_RecordingTransport, self)))
+
+
+class _RecordingTransport:
+    def __init__(
+        self, recorder: Recorder, transport: Transport, _peer: WorkerInfo, _loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._recorder, self._transport = recorder, transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        if self._transport.name != "loopback":
+            self._recorder.sent.append(agent_pb2.Envelope.FromString(envelope))
+        return self._transport.send(envelope, attached)

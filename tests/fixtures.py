@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 from gradwire.c10d import HashStore, PrefixStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
+from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
 from gradwire.rpc.contracts.options import RpcBackendOptions
@@ -136,17 +137,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
-    """Starts RPC agents in the test's own process, for tests that look inside them: `agents(2)`."""
+    """Starts RPC agents in the test's own process, for tests that look inside them: `agents(2)`.
+
+    `factories` returns the factories of the agent of a rank, with parts in the place of its own.
+    """
     made: list[GrpcAgent] = []
     store = HashStore()
 
-    def start(count: int, **options: Any) -> list[GrpcAgent]:
+    def start(
+        count: int, factories: Callable[[int], AgentFactories] = lambda _rank: AgentFactories(), **options: Any
+    ) -> list[GrpcAgent]:
         made.extend(
             GrpcAgent(
                 WorkerInfo(f"agent{rank}", rank),
                 RpcBackendOptions(**options),
                 "test",
                 extensions=DEFAULT_EXTENSIONS,
+                factories=factories(rank),
             )
             for rank in range(count)
         )

@@ -735,7 +735,7 @@ class Envelope(google.protobuf.message.Message):
     depth: builtins.int
     """In a request: how many calls it is inside of, as 1 for one that a remote function makes."""
     answer_can_wait: builtins.bool
-    """in a request: its answer may wait some milliseconds for a message to travel with"""
+    """in an RREF_CREATE: if it succeeds, a control message may say so, in place of an answer"""
     timeout_ms: builtins.int
     """In a request: milliseconds after its arrival when its caller waits for it no longer, and it is not to begin to run. 0
     for never.
@@ -1504,64 +1504,68 @@ Global___StreamHeader: typing_extensions.TypeAlias = StreamHeader
 
 @typing.final
 class ControlHeader(google.protobuf.message.Message):
-    """Control messages that travel together. The body is the list of their payloads."""
+    """Control messages of the sender, and what it has done with those of the receiver. Part of any envelope; a CONTROL envelope
+    has nothing else.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
     MESSAGES_FIELD_NUMBER: builtins.int
-    PROCESSED_FIELD_NUMBER: builtins.int
+    PROCESSED_BELOW_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    """the number of the first of the messages"""
+    processed_below: builtins.int
+    """all messages of the receiver with smaller numbers have been processed"""
     acknowledged_below: builtins.int
-    """all messages with smaller numbers have been acknowledged to the sender"""
+    """the receiver has acknowledged all messages with smaller numbers"""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlMessage]: ...
     @property
-    def processed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The numbers of messages of the receiver that were attached to others, and that the sender has processed; and those
-        whose handlers have raised an error.
-        """
+    def failed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlFailure]:
+        """those whose handlers have raised an error"""
 
-    @property
-    def failed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlFailure]: ...
     def __init__(
         self,
         *,
-        acknowledged_below: builtins.int = ...,
+        first: builtins.int = ...,
         messages: collections.abc.Iterable[Global___ControlMessage] | None = ...,
-        processed: collections.abc.Iterable[builtins.int] | None = ...,
+        processed_below: builtins.int = ...,
         failed: collections.abc.Iterable[Global___ControlFailure] | None = ...,
+        acknowledged_below: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "failed", b"failed", "messages", b"messages", "processed", b"processed"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "failed", b"failed", "first", b"first", "messages", b"messages", "processed_below", b"processed_below"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ControlHeader: typing_extensions.TypeAlias = ControlHeader
 
 @typing.final
 class ControlMessage(google.protobuf.message.Message):
-    """Control messages are the body of a CONTROL request, which is answered when they have been processed, or attached to any
-    other envelope: also to a CONTROL without an id, which has nothing else.
-    """
+    """One of a sequence of messages from one worker to another, which are numbered from 0."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NUMBER_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
-    PAYLOAD_FIELD_NUMBER: builtins.int
-    number: builtins.int
-    """counts the control messages from one worker to another"""
+    NUMBERS_FIELD_NUMBER: builtins.int
+    PICKLED_FIELD_NUMBER: builtins.int
     kind: builtins.str
     """selects the handler, such as "rref.fork" """
-    payload: builtins.bytes
-    """if it is attached: a pickle"""
+    pickled: builtins.bytes
+    """the payload, if it is something else"""
+    @property
+    def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the payload, if it is a tuple of numbers"""
+
     def __init__(
         self,
         *,
-        number: builtins.int = ...,
         kind: builtins.str = ...,
-        payload: builtins.bytes = ...,
+        numbers: collections.abc.Iterable[builtins.int] | None = ...,
+        pickled: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "number", b"number", "payload", b"payload"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "numbers", b"numbers", "pickled", b"pickled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ControlMessage: typing_extensions.TypeAlias = ControlMessage

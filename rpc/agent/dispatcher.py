@@ -11,12 +11,12 @@ from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
-from ..contracts.messages import CANCEL, ERROR, RESULT
+from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..membership.worker_events import WorkerEvents
-from ..peers.control import RetryingControlMessages
+from ..peers.control import ControlStreams
 from ..peers.network_listener import Pause
 from ..peers.received_requests import ReceivedRequests
 from ..requests.caller import Caller
@@ -47,7 +47,7 @@ class Dispatcher:
         worker_events: WorkerEvents,
         executor: Executor,
         received: ReceivedRequests,
-        control: RetryingControlMessages,
+        control: ControlStreams,
         failures: FailureLog,
         *,
         dynamic: bool,
@@ -62,7 +62,7 @@ class Dispatcher:
             worker_events: is told of workers that join, leave or do not answer.
             executor: runs what may block.
             received: counts the requests that wait for a thread.
-            control: is told of workers that are back, or lost.
+            control: takes the control messages that envelopes bring; is told of workers that are back, or lost.
             failures: logs workers that fail.
             dynamic: whether the group is a dynamic one.
         """
@@ -82,6 +82,8 @@ class Dispatcher:
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> Pause:
         """Handles an envelope whose payloads have not arrived yet."""
+        if envelope.HasField("control") and self._control.receive(source, envelope):
+            self._control.process_later(source)
         self._server.arrive(source, envelope)
         return self._received.pause_of(source)
 
@@ -100,7 +102,15 @@ class Dispatcher:
     ) -> Pause:
         """Handles a message that has arrived."""
         kind = envelope.type
-        if kind == CANCEL:
+        if not announced and envelope.HasField("control") and self._control.receive(source, envelope):
+            if kind == CONTROL:
+                self._executor.submit(self._control.process, source)
+            elif kind in ANSWERS:
+                self._control.process_later(source)
+            # else whoever serves the request does it first
+        if kind == CONTROL:
+            pass  # it has nothing else
+        elif kind == CANCEL:
             self._server.cancel(source, envelope)
         elif kind in ANSWERS:
             self._caller.receive(source, envelope, payloads)
@@ -114,6 +124,8 @@ class Dispatcher:
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message that cannot be read."""
+        if envelope.HasField("control") and self._control.receive(source, envelope):
+            self._control.process_later(source)
         pause = self._received.add(source, 0)
         self._executor.submit(self._reject, source, envelope, error)
         return pause
@@ -192,6 +204,6 @@ class Dispatcher:
             self._failures.on_lost(worker, end.reason)
         self._caller.on_worker_lost(worker, end, unsent)
         self._server.drop_worker(worker)
-        self._control.on_worker_lost(worker)
+        self._control.on_worker_lost(worker, end.as_error(worker.name))
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

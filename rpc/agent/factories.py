@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from ..contracts.agent import RpcAgent
+from ..contracts.control import ControlValues
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..execution.executor import Executor
-from ..execution.scheduler import Task
+from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.roster_log import RosterLog
-from ..peers.control import RetryingControlMessages
+from ..peers.control import ControlStreams
 from ..peers.network import Network
 
 __all__ = ["AgentFactories"]
@@ -30,10 +30,12 @@ class AgentFactories:
         the executor.
     executor: runs incoming calls; see Executor.
     deadlines: keeps timeouts; see Deadlines.
-    control: sends control messages; see RetryingControlMessages.
+    scheduler: runs tasks on the control thread, given its name and a task to run first; see Scheduler.
+    control: sends control messages; see ControlStreams.
     """
 
     network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None, Executor], Network] = Network
     executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
-    control: Callable[[RpcAgent], RetryingControlMessages] = RetryingControlMessages
+    scheduler: Callable[[str, Task], Scheduler] = SerialThread
+    control: Callable[[Network, ControlValues, Scheduler], ControlStreams] = ControlStreams

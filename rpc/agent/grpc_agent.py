@@ -35,11 +35,12 @@ from ..membership.worker_events import WorkerEvents
 from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from ..peers.received_requests import ReceivedRequests
 from ..requests.caller import Caller
-from ..requests.codec import Codec
+from ..requests.codec import CONFIRMED, Codec
 from ..requests.extensions import Extensions
 from ..requests.multi_sender import MultiSender
 from ..requests.served_calls import MIN_WAIT_S, ServedCalls
 from ..requests.server import Server
+from ..requests.values import Values
 from ..wire.pickling import Packer
 from .dispatcher import Dispatcher
 from .factories import AgentFactories
@@ -90,7 +91,6 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._group_store: PrefixStore | None = None
         self._failures = FailureLog()
-        self.control = self._control = factories.control(self)
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
@@ -98,8 +98,11 @@ class GrpcAgent(RpcAgent):
         self._network = factories.network(info, options, group, roster, self._executor)
         self._by_name, self._incarnations = self._network.by_name, self._network.incarnations
         packer = Packer(options.pickler)
+        values = self._values = Values(info, options, packer, self._network.audit)
+        scheduler = factories.scheduler(f"gradwire-control-{info.name}", lambda: holder.bind_thread(self))
+        self.control = self._control = factories.control(self._network, values, scheduler)
         self._extensions = Extensions(packer)
-        self._codec = Codec(info, options, packer, self._extensions, self._network, self._control)
+        self._codec = Codec(options, values, self._extensions, self._network, self._control)
         self._caller = Caller(
             self._codec,
             self._network,
@@ -127,9 +130,8 @@ class GrpcAgent(RpcAgent):
             PostponedRequests(options.flow_control, self._network),
         )
         self._all_gather_service = AllGatherService(self)
-        self._extensions.add_handlers(
-            self._control.handler(self._codec.record_refusal), self._all_gather_service.handlers()
-        )
+        self._extensions.add_handlers(self._all_gather_service.handlers())
+        self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
         self._dispatcher = Dispatcher(
             self._caller,
             self._server,
@@ -144,13 +146,13 @@ class GrpcAgent(RpcAgent):
         )
 
         self._quiescence = Quiescence(
-            self, self._calls, self._server, self._all_gather_service, self._caller.unanswered
+            self, self._calls, self._server, self._all_gather_service, self._caller.count_unanswered
         )
         self._shutdown = Shutdown(
             info.name,
             self._close,
             self._quiescence.describe,
-            self._caller.is_collecting_here,
+            self._caller.finalizer_calls.is_collecting_here,
             self._network,
             self._executor,
         )
@@ -261,7 +263,7 @@ class GrpcAgent(RpcAgent):
     ) -> int:
         """Sends a message that gets no answer; returns the bytes of its body and tensors."""
         device_map = self._codec.device_map(worker, reply_to)
-        packed = self._codec.pack(value, label, worker, device_map, is_answer=reply_to is not None)
+        packed = self._values.pack(value, label, worker, device_map, is_answer=reply_to is not None)
         envelope = agent_pb2.Envelope(type=kind)
         if header is not None:
             header(envelope)
@@ -287,11 +289,11 @@ class GrpcAgent(RpcAgent):
 
     def encode_failure(self, error: BaseException) -> bytes:
         """Returns an exception as other workers decode it."""
-        return self._codec.encode_failure(error)
+        return self._values.encode_failure(error)
 
     def decode_failure(self, worker: WorkerInfo, failure: bytes) -> Exception:
         """Returns the exception that a worker has put into a message, or its text."""
-        return self._codec.decode_failure(worker, failure)
+        return self._values.decode_failure(worker, failure)
 
     def all_gather(
         self,
@@ -345,7 +347,7 @@ class GrpcAgent(RpcAgent):
             "agent.num_idle_threads": self._executor.idle,
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._caller.in_flight),
-            "unanswered_calls": dict(self._caller.unanswered()),
+            "unanswered_calls": dict(self._caller.count_unanswered()),
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": len(self._served.deferred),
             "executor_threads": self._executor.threads,
@@ -353,7 +355,7 @@ class GrpcAgent(RpcAgent):
             "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
             **self.traffic(),
             "traffic": self._codec.traffic_by_worker(),
-            "refused_messages": dict(self._codec.refused),
+            "refused_messages": dict(self._values.refused),
             "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from .worker import WorkerInfo
 
-__all__ = ["ControlHandler", "ControlMessages", "OnSettled"]
+__all__ = ["ControlHandler", "ControlMessages", "ControlValues", "OnSettled"]
 
 ControlHandler = Callable[[WorkerInfo, Any], None]
 """Processes a control message; takes the sender and the payload. Must not wait for other workers."""
@@ -14,14 +14,34 @@ OnSettled = Callable[[Exception | None], None]
 """Called when a control message is acknowledged (None), or has failed for good (the error)."""
 
 
+class ControlValues(Protocol):
+    """Pickles the payloads of control messages, and records those that are refused."""
+
+    def dumps(self, value: object) -> bytes:
+        """Returns a pickle of a value. Raises what pickling raises."""
+
+    def load(self, source: WorkerInfo, data: bytes) -> Any:
+        """Returns the value of a pickle from a worker. Raises PolicyError, or what unpickling raises."""
+
+    def record_refusal(self, source: WorkerInfo, error: BaseException) -> None:
+        """Records why a message of a worker is refused."""
+
+
 class ControlMessages(Protocol):
     """Sends and processes the control messages of one agent: each arrives once, as long as its receiver lives.
 
     `send` and `run` take no lock, so finalizers may call them.
     """
 
-    def on(self, kind: str, handle: ControlHandler) -> None:
-        """Registers what a kind of message does."""
+    def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
+        """Registers what a kind of message does.
+
+        Args:
+            kind: its name.
+            handle: processes a message.
+            is_quick: whether `handle` never blocks, and runs code of gradwire only. Then it may run on the thread
+                that reads the message, as soon as that has arrived.
+        """
 
     def kinds(self) -> Collection[str]:
         """Returns the registered kinds."""
@@ -31,17 +51,17 @@ class ControlMessages(Protocol):
         worker: WorkerInfo,
         kind: str,
         payload: Any,
-        done: OnSettled = lambda _error: None,
+        done: OnSettled | None = None,
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
     ) -> None:
-        """Sends a message, again and again until it is acknowledged. Messages to one worker travel together.
+        """Sends a message, again if it may be lost. Those to one worker arrive in the order of these calls.
 
         Args:
             worker: the receiver.
             kind: a kind that the receiver has a handler for.
-            payload: anything that pickles.
+            payload: a tuple of integers from 0 to 2**64 - 1, which needs no pickle, or else anything that pickles.
             done: called on the control thread with None, with what the handler raised, or with a WorkerLostError
                 if the receiver is gone.
             expected: classes of errors that the handler answers with on purpose; others are logged.

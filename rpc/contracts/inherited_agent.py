@@ -46,7 +46,7 @@ class InheritedAgent(RpcAgent):
 class _NoControlMessages:
     """Drops control messages, and the tasks of the control thread."""
 
-    def on(self, kind: str, handle: ControlHandler) -> None:
+    def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
         pass
 
     def kinds(self) -> Collection[str]:
@@ -57,7 +57,7 @@ class _NoControlMessages:
         worker: WorkerInfo,
         kind: str,
         payload: Any,
-        done: OnSettled = lambda _error: None,
+        done: OnSettled | None = None,
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,

@@ -20,13 +20,13 @@ __all__ = [
     "ERROR",
     "RESULT",
     "Buffer",
+    "Confirmation",
     "Deferred",
     "Handler",
     "Incoming",
     "LaterAnswer",
     "MessageType",
     "Outgoing",
-    "PiggybackedAnswer",
     "Request",
     "UnwantedMessageError",
 ]
@@ -125,7 +125,7 @@ class Outgoing:
 
 
 class LaterAnswer:
-    """What a handler returns in place of an answer to be sent at once: a Deferred or a PiggybackedAnswer."""
+    """What a handler returns in place of an answer to be sent at once: a Deferred or a Confirmation."""
 
     __slots__ = ()
 
@@ -140,14 +140,12 @@ class Deferred(LaterAnswer):
 
 @final
 @dataclass(slots=True, frozen=True)
-class PiggybackedAnswer(LaterAnswer):
-    """The answer to a request whose envelope says that its answer can wait for a message to travel with.
+class Confirmation(LaterAnswer):
+    """The answer None, as a control message, to a request whose envelope says that it can wait.
 
-    value: the answer.
-    then: called when the answer waits. If the control thread is woken afterwards, it sends the answer.
+    then: called when it waits. If the control thread is woken afterwards, it sends it.
     """
 
-    value: object
     then: Callable[[], None] = lambda: None
 
 

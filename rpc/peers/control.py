@@ -1,140 +1,88 @@
 """Control messages: messages between agents that must not get lost, such as those that count references.
 
-A control message is sent again until it is acknowledged, and processed once. Each sender numbers those it
-sends to each receiver. The receiver keeps the outcome of those it has processed and answers a repetition
-with it; every message says below which number everything is acknowledged, so outcomes are kept only while a
-repetition can still come, and a later straggler is recognised by its number alone.
-
-Control messages to one worker travel together. Those that are not urgent wait for other messages to the worker,
-whatever they are, and are attached to them (attached_control.py); so are the acknowledgements of attached ones.
-The control thread sends an envelope for those that have waited for LINGER_S (execution/scheduler.py). Urgent ones,
-and those that have to be sent again, are the body of a request, whose answer acknowledges them.
+control_stream.py has the protocol. Those that are not urgent wait for other messages to the worker, which take
+them along; so does what a worker says of those that it has processed. The control thread sends an envelope for
+those that have waited for LINGER_S (execution/scheduler.py), and for urgent ones at once.
 """
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any, final
 
-import torch
-
-from ...errors import (
-    AnswerFailedError,
-    NotInitializedError,
-    RpcTimeoutError,
-    SendFailedError,
-    WorkerLostError,
-    WorkerSuspectError,
-)
+from ...c10d.security import printable
+from ...errors import LimitReachedError, RpcError, SerializationError, WorkerLostError
 from ...proto.v1 import agent_pb2
-from ..contracts.agent import RpcAgent, holder
-from ..contracts.control import ControlHandler, OnSettled
-from ..contracts.messages import CONTROL, Handler, Request
+from ..contracts.control import ControlHandler, ControlValues, OnSettled
+from ..contracts.messages import CONTROL
 from ..contracts.worker import WorkerInfo
-from ..execution.futures import error_of
 from ..execution.kept_errors import printable_text
-from ..execution.scheduler import Scheduler, SerialThread, Task
-from .attached_control import AttachedControl, Dumps
-from .control_inbox import ControlInbox, Loads, OnRefused
-from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
+from ..execution.scheduler import Scheduler, Task
+from ..wire.failures import decode_failure, encode_failure
+from .control_stream import ControlStream, Settled, Unacknowledged
+from .network import Network
 
-__all__ = ["RetryingControlMessages"]
-
-ATTEMPT_TIMEOUT_S = 5.0
-"""Seconds that the first attempt waits for its acknowledgement. Each later one waits twice as long: the link may
-be slow."""
-
-MAX_DOUBLINGS = 3
-"""How often the time for an attempt is doubled."""
-
-FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 5.0
-"""Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent ends at once,
-any other when its time is up."""
+__all__ = ["ControlStreams"]
 
 ATTACH_AFTER_S = 0.004
-"""Seconds that control messages wait for others of their kind, before they are attached to the next message: a
-header costs more than the messages in it."""
+"""Seconds that control messages wait for others of their kind, before another message takes them along: a header
+costs more than the messages in it."""
 
-RETRY_AFTER_S = 0.001
-"""Seconds after which the control thread looks again if another thread is sending control messages to a worker."""
+MAX_FAILURE_BYTES = 8 << 10
+"""Bytes of the error of a handler that is told."""
 
-MAX_BATCH = 256
-"""Messages that travel together, at most."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Bytes of a message. It travels with the envelopes, and delays those behind it."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds that the control thread may take to end."""
+
+RETRY_S = 0.02
+"""Seconds until something is sent again of which an envelope could not be sent, although its receiver answers."""
+
+_NUMBERS = {int}
 
 log = logging.getLogger(__name__)
 
 
 @final
-class RetryingControlMessages:
-    """Sends control messages until they are acknowledged, and processes each that arrives once.
-
-    `send` and `run` take no lock, so finalizers may call them.
-    """
+class ControlStreams:
+    """The control messages of one agent: see `ControlMessages`."""
 
     def __init__(
-        self, agent: RpcAgent, scheduler: Callable[[str, Task], Scheduler] = SerialThread, *, attaches: bool = True
+        self, network: Network, values: ControlValues, scheduler: Scheduler, *, takes_along: bool = True
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            agent: this worker's.
-            scheduler: runs tasks on the control thread, given its name and a task to run first.
-            attaches: whether messages may be attached to others.
+            network: carries envelopes.
+            values: pickles payloads.
+            scheduler: runs tasks on the control thread.
+            takes_along: whether messages may travel in the envelopes of others.
         """
-        self.waiting: dict[int, float] = {}
-        """Since when something waits, by worker id. Who sends another message calls `attach` if anything does."""
-        self._agent = agent
-        self._attaches = attaches
-        self._inbox = ControlInbox()
-        self._queues: dict[int, ControlQueue] = {}
+        self.waiting: dict[int, ControlStream] = {}
+        """The streams in which something is to be sent, by worker id. Who sends an envelope calls `take_along` if
+        there are any."""
+        self._network = network
+        self._values = values
+        self._scheduler = scheduler
+        self._takes_along = takes_along
+        self._handlers: dict[str, ControlHandler] = {}
+        """By kind of message."""
+        self._quick_kinds: set[str] = set()
+        self._streams: dict[int, ControlStream] = {}
         """By worker id."""
-        self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
-        self._attached = AttachedControl(
-            self._scheduler,
-            lambda: ATTEMPT_TIMEOUT_S,
-            self._attempt_all,
-            self._settle,
-            self._resume,
-            with_messages=attaches,
-        )
 
-    def on(self, kind: str, handle: ControlHandler) -> None:
-        """Registers what a kind of message does."""
-        self._inbox.handlers[kind] = handle
+    def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
+        """Registers what a kind of message does: see `ControlMessages.on`."""
+        self._handlers[kind] = handle
+        if is_quick:
+            self._quick_kinds.add(kind)
 
     def kinds(self) -> Collection[str]:
         """Returns the registered kinds."""
-        return self._inbox.handlers.keys()
-
-    def send(
-        self,
-        worker: WorkerInfo,
-        kind: str,
-        payload: Any,
-        done: OnSettled = do_nothing,
-        expected: tuple[type[Exception], ...] = (),
-        *,
-        urgent: bool = True,
-    ) -> None:
-        """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
-        sent = ControlMessage(kind, payload, done, expected, urgent)
-        queue = self._queue(worker)
-        if urgent:
-            queue.urgent.append(sent)
-            self._scheduler.submit(partial(self._flush, queue))
-        else:
-            queue.lingering.append(sent)
-            if worker.wire_id not in self.waiting:
-                self._linger(queue)
-
-    def _queue(self, worker: WorkerInfo) -> ControlQueue:
-        queue = self._queues.get(worker.wire_id)
-        if queue is None:
-            queue = self._queues.setdefault(worker.wire_id, ControlQueue(worker))
-        return queue
+        return self._handlers.keys()
 
     def run(self, task: Task, *, urgent: bool = True) -> None:
         """Runs a task on the control thread, after everything that was submitted before."""
@@ -142,244 +90,191 @@ class RetryingControlMessages:
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""
-        return sum(queue.pending() for queue in list(self._queues.values()))
-
-    def handler(self, on_refused: OnRefused) -> Handler:
-        """Returns the handler of CONTROL messages, which calls `on_refused` when that of a kind has raised."""
-        self._inbox.on_refused = on_refused
-        return Handler(self._inbox.process, description="a control message to worker", is_quick=True)
-
-    def on_worker_back(self, worker: WorkerInfo) -> None:
-        """Sends at once what was not acknowledged while a worker was suspect."""
-        if (queue := self._queues.get(worker.wire_id)) is not None:
-            self._scheduler.submit(partial(self._send_paused, queue))
-            self._scheduler.submit(partial(self._attached.send_again, queue))
-
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
-        """Settles what was attached to messages to a worker that is lost; requests settle themselves."""
-        if (queue := self._queues.get(worker.wire_id)) is not None:
-            self._scheduler.submit(partial(self._attached.send_again, queue))
+        return sum(map(len, self._streams.copy().values()))
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""
-        self._scheduler.close(ATTEMPT_TIMEOUT_S)
+        self._scheduler.close(CLOSE_TIMEOUT_S)
 
-    # What is attached to other messages: on the threads that send and receive those.
+    def _stream(self, worker: WorkerInfo) -> ControlStream:
+        stream = self._streams.get(worker.wire_id)
+        return stream if stream is not None else self._streams.setdefault(worker.wire_id, ControlStream(worker))
 
-    def attach(self, worker: WorkerInfo, envelope: agent_pb2.Envelope, dumps: Dumps) -> None:
-        """Attaches what waits to a message that is about to be sent; called if something does.
+    # Sending.
 
-        Args:
-            worker: the receiver.
-            envelope: the message's.
-            dumps: pickles the payloads.
-        """
-        is_own = envelope.type == CONTROL
-        since = self.waiting.get(worker.wire_id)
-        if since is None or (is_own and envelope.id):
-            return
-        if not is_own and time.monotonic() < since + ATTACH_AFTER_S:
-            return
-        queue = self._queues[worker.wire_id]
-        if not queue.sending.acquire(blocking=False):
-            return
-        try:
-            self._attached.attach(queue, envelope.control, dumps)
-        except Exception:  # which is not that of the other message
-            log.exception("control messages cannot be attached to a message to %s", worker.name)
-            queue.drop_outcomes()  # the worker asks for them again
-            return
-        finally:
-            queue.sending.release()
-        if queue.urgent:
-            self._scheduler.submit(partial(self._flush, queue))
-        self._end_wait(queue)
-
-    def receive(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads, *, with_answer: bool = False
+    def send(
+        self,
+        worker: WorkerInfo,
+        kind: str,
+        payload: Any,
+        done: OnSettled | None = None,
+        expected: tuple[type[Exception], ...] = (),
+        *,
+        urgent: bool = True,
     ) -> None:
-        """Takes what is attached to a message that has arrived, and processes the control messages.
-
-        Args:
-            source: the sender.
-            envelope: the message's.
-            loads: unpickles payloads of that worker.
-            with_answer: whether the calling thread completes a request: then the control thread runs the handlers.
-        """
-        header = envelope.control
-        if header.processed or header.failed:
-            self._attached.settle(self._queue(source), header, self._agent.decode_failure)
-        if not header.messages or (envelope.type == CONTROL and envelope.id):
+        """Sends a message: see `ControlMessages.send`."""
+        stream = self._stream(worker)
+        message = agent_pb2.ControlMessage(kind=kind)
+        sent = Unacknowledged(message, 0, done, expected, urgent)
+        try:
+            self._put_payload(message, payload)
+        except Exception as error:  # of a value that does not pickle
+            self._scheduler.submit(partial(self._settle, stream, sent, error))
             return
-        if with_answer:
-            self._scheduler.submit(partial(self._process, source, header, loads), urgent=False)
-        else:
-            self._process(source, header, loads)
+        sent.nbytes = len(message.pickled)
+        stream.append(sent)
+        if urgent:
+            self._scheduler.submit(partial(self._flush, stream))
+        elif worker.wire_id not in self.waiting:
+            self._wait(stream)
 
-    def _process(self, source: WorkerInfo, header: agent_pb2.ControlHeader, loads: Loads) -> None:
-        queue = self._queue(source)
-        outcomes = self._inbox.process_attached(source, header, loads)
-        for number, failure in outcomes.items():
-            if failure is None:
-                queue.processed.append(number)
+    def _put_payload(self, message: agent_pb2.ControlMessage, payload: Any) -> None:
+        if type(payload) is tuple and set(map(type, payload)) == _NUMBERS:
+            try:
+                message.numbers.extend(payload)
+            except ValueError:  # out of range
+                message.ClearField("numbers")
             else:
-                queue.failed.append((number, failure))
-        if outcomes and source.wire_id not in self.waiting:
-            self._linger(queue)
+                return
+        message.pickled = self._values.dumps(payload)
+        if len(message.pickled) > MAX_MESSAGE_BYTES:
+            problem = f"the payload of control message {message.kind} has {len(message.pickled)} bytes"
+            raise SerializationError("the message", f"{problem}, of {MAX_MESSAGE_BYTES} at most")
 
-    # Sending: on the control thread.
+    def _wait(self, stream: ControlStream) -> None:
+        """Notes that something waits, and has the control thread send it if no envelope takes it along."""
+        stream.begin_wait()
+        self.waiting[stream.peer.wire_id] = stream
+        if not stream.is_flush_planned:
+            stream.is_flush_planned = True
+            self._scheduler.submit(partial(self._flush, stream), urgent=False)
 
-    def _linger(self, queue: ControlQueue) -> None:
-        """Notes that something waits, and has the control thread send it if it is not attached to a message.
+    def _wait_on(self, stream: ControlStream) -> None:
+        """Notes that nothing waits any more, unless there is something left, or new."""
+        self.waiting.pop(stream.peer.wire_id, None)
+        if stream.waits:
+            self._wait(stream)
 
-        As long as this is noted, the control thread is going to call `_flush`.
+    def take_along(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> ControlStream | None:
+        """Puts what waits for a worker into an envelope that is about to be sent; called if something waits.
+
+        Returns:
+            The stream if the envelope has something of it; if it is not sent, `send_again` has to be called.
         """
-        self.waiting[queue.worker.wire_id] = time.monotonic()
-        self._scheduler.submit(partial(self._flush, queue), urgent=False)
+        stream = self.waiting.get(worker.wire_id)
+        if stream is None or not self._takes_along or time.monotonic() < stream.since + ATTACH_AFTER_S:
+            return None
+        if not stream.take_along(envelope):
+            return None
+        self._wait_on(stream)
+        return stream
 
-    def _end_wait(self, queue: ControlQueue) -> None:
-        """Notes that what has waited is sent."""
-        self.waiting.pop(queue.worker.wire_id, None)
-        # Left over, or queued in between by a thread that has seen others wait.
-        if (queue.lingering and not queue.is_full) or queue.has_outcomes():
-            self._linger(queue)
+    def send_again(self, worker: WorkerInfo) -> None:
+        """Has sent again what is not acknowledged: an envelope that has taken something along is lost."""
+        stream = self._streams[worker.wire_id]
+        stream.send_again()
+        self._wait(stream)
 
-    def _flush(self, queue: ControlQueue) -> None:
-        """Sends what is queued for a worker, and has not been attached to another message."""
-        if not queue.urgent and self._send_attached(queue):
-            queue.is_full = False  # what has waited for acknowledgements was attached
-        elif not self._send_queued(queue):
-            self._scheduler.call_later(RETRY_AFTER_S, partial(self._flush, queue))
-            return
-        self._attached.check_later(queue)
+    def _flush(self, stream: ControlStream) -> None:
+        """Sends what waits. Runs on the control thread."""
+        stream.is_flush_planned = False
+        worker, network = stream.peer, self._network
+        while stream.waits:
+            if (absence := network.absence(worker)) is not None:
+                if absence.is_lost:
+                    self._settle_all(stream, absence.as_error(worker.name))
+                return  # if it is suspect, `on_worker_back` or `on_worker_lost` goes on
+            envelope = agent_pb2.Envelope(type=CONTROL)
+            if not stream.take_along(envelope, alone=True):
+                return  # another thread has taken it
+            try:
+                network.send(worker, envelope.SerializeToString())
+            except Exception as error:
+                log.debug("control messages are not sent to %s: %s", worker.name, error)
+                stream.send_again()
+                self._scheduler.call_later(RETRY_S, partial(self._flush, stream))
+                return
+        self._wait_on(stream)
 
-    def _send_attached(self, queue: ControlQueue) -> bool:
-        """Sends what waits attached to an envelope of its own; returns whether nothing is left to be sent."""
-        if queue.worker.wire_id not in self.waiting:
-            return not queue.lingering
-        if not (self._attaches or queue.has_outcomes()):
-            return False
+    # Receiving.
+
+    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
+        """Takes what an envelope of a worker has brought, and processes what is quick. Does not block.
+
+        Returns:
+            Whether there are other messages: `process` or `process_later` is to follow.
+        """
+        stream = self._stream(source)
         try:
-            self._agent.post(queue.worker, CONTROL, None)
-        except Exception as error:  # which a request tells whoever has sent the messages
-            log.debug("control messages are not sent to %s: %s", queue.worker.name, error)
-            queue.drop_outcomes()  # the worker asks for them again
-            self.waiting.pop(queue.worker.wire_id, None)
-        return not queue.lingering and queue.worker.wire_id not in self.waiting
+            settled = stream.receive(envelope.control)
+        except LimitReachedError as error:
+            self._values.record_refusal(source, error)
+            settled = []
+        if stream.has_arrived:
+            stream.process(partial(self._run, source), self._quick_kinds)
+        if settled:
+            self._scheduler.submit(partial(self._settle_each, stream, settled), urgent=False)
+        if stream.waits and source.wire_id not in self.waiting:
+            self._wait(stream)
+        return stream.has_arrived
 
-    def _send_queued(self, queue: ControlQueue) -> bool:
-        """Sends what is queued for a worker as requests; returns False if another thread is at it."""
-        if not queue.sending.acquire(blocking=False):
-            return False
+    def process_later(self, source: WorkerInfo) -> None:
+        """Has the control thread process the messages of a worker that have arrived."""
+        self._scheduler.submit(partial(self.process, source), urgent=False)
+
+    def process(self, source: WorkerInfo) -> None:
+        """Processes the messages of a worker that have arrived."""
+        stream = self._stream(source)
+        stream.process(partial(self._run, source))
+        if stream.waits and source.wire_id not in self.waiting:
+            self._wait(stream)
+
+    def _run(self, source: WorkerInfo, message: agent_pb2.ControlMessage) -> bytes | None:
+        """Runs the handler of a message. Returns the encoded error that it has raised, if any."""
         try:
-            is_sent = self._send_some(queue)
-            while is_sent and (queue.lingering or queue.urgent):
-                is_sent = self._send_some(queue)
-        finally:
-            queue.sending.release()
-        self._end_wait(queue)
-        return True
+            pickled = message.pickled
+            payload = self._values.load(source, pickled) if pickled else tuple(message.numbers)
+            self._handlers[message.kind](source, payload)
+        except BaseException as error:  # SystemExit, too: the message may be part of one that has to be served
+            problem = printable_text(error)
+            log.info("control message %s of %s is refused: %s", printable(message.kind), source.name, problem)
+            self._values.record_refusal(source, error)
+            failure = encode_failure(error)
+            if len(failure) > MAX_FAILURE_BYTES:
+                failure = encode_failure(RpcError(f"{type(error).__name__}: {str(error)[:1000]}"))
+            return failure
+        return None
 
-    def _send_some(self, queue: ControlQueue) -> bool:
-        """Sends the messages that are queued first together; returns False if more must not be sent now."""
-        lingering = list(itertools.islice(queue.lingering.copy(), MAX_BATCH))
-        urgent = list(itertools.islice(queue.urgent.copy(), MAX_BATCH - len(lingering)))
-        messages = [*lingering, *urgent]
-        if not messages:
-            return True
-        while queue.exceeds_window(len(messages)):
-            if queue.is_full:
-                return False
-            queue.is_full = True  # the thread that handles acknowledgements looks at it after them
-        queue.is_full = False
-        queue.number(messages)
-        self._attempt(Batch(queue, messages))
-        for _ in lingering:
-            queue.lingering.popleft()
-        for _ in urgent:
-            queue.urgent.popleft()
-        return True
+    # The ends of messages: on the control thread.
 
-    def _attempt_all(self, queue: ControlQueue, messages: list[ControlMessage]) -> None:
-        for start in range(0, len(messages), MAX_BATCH):
-            self._attempt(Batch(queue, messages[start : start + MAX_BATCH]))
+    def _settle_each(self, stream: ControlStream, settled: list[Settled]) -> None:
+        load = partial(self._values.load, stream.peer)
+        for sent, failure in settled:
+            error = decode_failure(failure, stream.peer.name, load) if failure else None
+            self._settle(stream, sent, error)
 
-    def _attempt(self, batch: Batch) -> None:
-        batch.attempts += 1
-        header = agent_pb2.ControlHeader(acknowledged_below=batch.queue.first_unacknowledged())
-        for sent in batch.messages:
-            header.messages.add(number=sent.number, kind=sent.kind)
+    def _settle_all(self, stream: ControlStream, error: Exception) -> None:
+        for sent in stream.settle_all():
+            self._settle(stream, sent, error)
+        self._wait_on(stream)
 
-        def add_header(envelope: agent_pb2.Envelope) -> None:
-            envelope.control.CopyFrom(header)
-
-        payloads = [sent.payload for sent in batch.messages]
-        seconds = ATTEMPT_TIMEOUT_S * 2 ** min(batch.attempts - 1, MAX_DOUBLINGS)
-        request = Request(CONTROL, payloads, timeout=seconds, header=add_header)
-        try:
-            future = self._agent.request(batch.queue.worker, request)
-        except Exception as error:  # of a value that does not pickle, or of whatever else cannot be made or sent
-            self._scheduler.submit(partial(self._fail, batch, error))
-            return
-        urgent = any(sent.urgent for sent in batch.messages)
-        future.call_when_done(
-            lambda done: self._scheduler.submit(partial(self._attempted, batch, done), urgent=urgent)
-        )
-
-    # On the control thread.
-
-    def _attempted(self, batch: Batch, done: "torch.futures.Future[dict[int, bytes] | None]") -> None:
-        error = error_of(done)
-        if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError | WorkerSuspectError):
-            pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(batch.attempts - 1, 16))
-            batch.queue.paused.append(batch)
-            self._scheduler.call_later(pause, partial(self._send_again, batch))
-        elif error is not None:
-            self._fail(batch, error)
-        else:
-            failures = value if isinstance(value := done.value(), dict) else {}
-            for index, sent in enumerate(batch.messages):
-                failure = failures.get(index)
-                failed = self._agent.decode_failure(batch.queue.worker, failure) if failure else None
-                self._settle(batch.queue, sent, failed)
-        self._resume(batch.queue)
-
-    def _send_again(self, batch: Batch) -> None:
-        """Sends a batch again at the end of its pause, unless the worker was back before."""
-        if batch in batch.queue.paused:
-            batch.queue.paused.remove(batch)
-            self._attempt(batch)
-
-    def _send_paused(self, queue: ControlQueue) -> None:
-        """Sends everything again whose pause has not ended."""
-        paused, queue.paused = queue.paused, []
-        for batch in paused:
-            batch.attempts = 0
-            self._attempt(batch)
-
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        """Settles messages that cannot be sent or read together: each by itself, if one may be to blame."""
-        concerns_all = isinstance(error, WorkerLostError | NotInitializedError)
-        if len(batch.messages) == 1 or concerns_all:
-            for sent in batch.messages:
-                self._settle(batch.queue, sent, error)
-        else:
-            for sent in batch.messages:
-                self._attempt(Batch(batch.queue, [sent]))
-        self._resume(batch.queue)
-
-    def _resume(self, queue: ControlQueue) -> None:
-        """Sends the messages that have waited for acknowledgements."""
-        if queue.is_full:
-            self._flush(queue)
-
-    def _settle(self, queue: ControlQueue, sent: ControlMessage, error: Exception | None) -> None:
-        if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
-            log.warning("control message %s to %s failed: %s", sent.kind, queue.worker.name, printable_text(error))
-        if queue.unacknowledged.pop(sent.number, None) is not None:  # else it was in two batches
+    def _settle(self, stream: ControlStream, sent: Unacknowledged, error: Exception | None) -> None:
+        kind, name = sent.message.kind, stream.peer.name
+        if error is not None and not isinstance(error, (WorkerLostError, *sent.expected)):
+            log.warning("control message %s to %s failed: %s", kind, name, printable_text(error))
+        if sent.done is not None:
             try:
                 sent.done(error)
             except Exception:  # which must not keep others from being settled
-                log.exception(
-                    "the end of control message %s to %s cannot be handled", sent.kind, queue.worker.name
-                )
+                log.exception("the end of control message %s to %s cannot be handled", kind, name)
+
+    def on_worker_back(self, worker: WorkerInfo) -> None:
+        """Sends at once what was not acknowledged when the connection to a worker broke."""
+        if (stream := self._streams.get(worker.wire_id)) is not None:
+            stream.send_again()
+            self._scheduler.submit(partial(self._flush, stream))
+
+    def on_worker_lost(self, worker: WorkerInfo, error: Exception) -> None:
+        """Settles what a lost worker has not acknowledged, with this error."""
+        if (stream := self._streams.get(worker.wire_id)) is not None:
+            self._scheduler.submit(partial(self._settle_all, stream, error))

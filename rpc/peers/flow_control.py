@@ -18,7 +18,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, final
 
 from ...errors import SendQueueFullError
@@ -166,6 +166,11 @@ class FlowControl:
         """Returns whether a call to a worker is in flight."""
         window = self._windows.get(worker)
         return window is not None and identifier in window.calls
+
+    def in_flight(self, worker: int) -> Collection[int]:
+        """Returns the ids of the calls to a worker that are in flight."""
+        window = self._windows.get(worker)
+        return list(window.calls.copy()) if window is not None else ()
 
     def release(self, worker: int, identifier: int) -> None:
         """Counts a call as answered, or not sent. Does nothing if no such call to the worker is in flight."""

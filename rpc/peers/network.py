@@ -342,17 +342,6 @@ class Network:
         except TransportClosedError as error:
             raise self._absence_error(worker, error) from None
 
-    def send_behind(self, worker: WorkerInfo, envelope: bytes, seconds: float) -> None:
-        """Queues an envelope that goes with another one after `seconds`, or by `flush`. Raises as `send` does."""
-        try:
-            self._transports[worker.wire_id].send_behind(envelope, seconds)
-        except TransportClosedError as error:
-            raise self._absence_error(worker, error) from None
-
-    def flush(self, worker: WorkerInfo) -> None:
-        """Sends what waits for the next envelope to a worker."""
-        self._transports[worker.wire_id].flush()
-
     def _absence_error(
         self, worker: WorkerInfo, error: TransportClosedError
     ) -> WorkerLostError | WorkerSuspectError | EvictedError:

@@ -175,7 +175,7 @@ class Call:
 
     def succeed(self, value: object) -> None:
         """Completes it with the value of its answer. Called by whoever has taken it."""
-        self.state = State.DONE
+        self.state, self.abandon = State.DONE, None  # which refers to this
         parts = self.parts
         if self.repeats is not None:
             self.future.set_cancel(None)  # which refers to this
@@ -219,7 +219,7 @@ class Call:
 
     def end(self, error: Exception, outcome: Outcome) -> None:
         """Fails its future, when no attempt is in flight."""
-        self.state = State.DONE
+        self.state, self.abandon = State.DONE, None
         if self.repeats is not None:
             self.future.set_cancel(None)
         if self.handler.user_values:

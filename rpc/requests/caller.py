@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, final
@@ -28,7 +28,7 @@ from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT, Outgoing, Request
+from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -48,11 +48,9 @@ from .extensions import Extensions
 from .finalizer_calls import FinalizerCalls
 from .repeats import CONNECTION_ERRORS, Repeats
 from .stats import CallCounter
+from .unanswered import Unanswered
 
 __all__ = ["Caller"]
-
-MAX_ORPHANS = 1 << 16
-"""Requests that have failed because their worker was suspect, and whose answers may still come."""
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +82,7 @@ class Caller:
         self.counter = CallCounter()
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
-        self.kept: dict[int, tuple[int, object]] = {}
-        """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self.unanswered = Unanswered()
         self._codec = codec
         self._network = network
         self._maps_devices = codec.maps_devices
@@ -94,9 +91,6 @@ class Caller:
         self._nesting = self.flow_control.nesting
         self._parts = CallParts(extensions, self.counter, self._nesting)
         self._ids = itertools.count(1)
-        self._orphans: OrderedDict[int, int] = OrderedDict()
-        """The worker of each request that has failed because that was suspect, and that it may answer all the
-        same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
         self._postponed: dict[int, Call] = {}
@@ -105,7 +99,7 @@ class Caller:
         """The calls that pause before they are sent again, by a negative number."""
         self._pauses = itertools.count(-1, -1)
         self._closed_by: Exception | None = None
-        self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self.finalizer_calls = FinalizerCalls(executor, network.call_soon)
         self._deadlines: Deadlines[int] = make_deadlines(
             self._expire,
             self.in_flight.__contains__,
@@ -123,7 +117,7 @@ class Caller:
             request: what to send.
             timeout: seconds, 0 for none.
         """
-        finalizer_calls = self._finalizer_calls
+        finalizer_calls = self.finalizer_calls
         if finalizer_calls.collecting and finalizer_calls.is_collecting_here():
             send = partial(self.send, worker, request, timeout)
             operation = self._extensions.handlers[request.kind].operation
@@ -241,9 +235,9 @@ class Caller:
             call.future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         else:
             self._begin_attempt(call, call.repeats)
-        if request.keep is not None:
-            self.kept[identifier] = worker.wire_id, request.keep
         self.in_flight[identifier] = call  # the answer may arrive before `send` returns
+        if request.keep is not None:
+            self.unanswered.kept[identifier] = worker.wire_id, request.keep
         if not handler.user_values:
             return None
         self.counter.requests.add(identifier)
@@ -282,9 +276,7 @@ class Caller:
             if call.timeout:
                 call.tell_timeout(message.envelope)
         call.state = State.SENT
-        if message.envelope.type == CONTROL:  # which is sent again, by who has sent it
-            self._codec.send(message)
-        elif not self._codec.try_to_send(message, broadcast):
+        if not self._codec.try_to_send(message, broadcast):
             if broadcast is not None:
                 broadcast.not_sent(call.worker.wire_id)
             self._postpone(call, message)
@@ -298,7 +290,7 @@ class Caller:
 
     def _release_unsent(self, call: Call) -> None:
         """Counts a call as not sent."""
-        self.kept.pop(call.identifier, None)
+        self.unanswered.drop(call.identifier)
         self.flow_control.abandon(call.worker.wire_id, call.identifier)
 
     def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
@@ -471,9 +463,8 @@ class Caller:
         identifier, is_result = envelope.id, envelope.type == RESULT and not envelope.HasField("profile")
         call = self.in_flight.get(identifier)
         if call is None:
-            is_awaited = self.flow_control.is_in_flight(source.wire_id, identifier) or self._is_orphan(
-                source, identifier
-            )
+            is_in_flight = self.flow_control.is_in_flight(source.wire_id, identifier)
+            is_awaited = is_in_flight or self.unanswered.take_orphan(source, identifier)
         else:
             is_awaited = call.worker.wire_id == source.wire_id
         if not is_awaited or identifier in self._arrived:
@@ -496,18 +487,18 @@ class Caller:
         identifier = envelope.id
         self._arrived.discard(identifier)
         call = self.in_flight.pop(identifier, None)
-        if self.kept:
-            self.kept.pop(identifier, None)
+        if self.unanswered.kept:
+            self.unanswered.drop(identifier)
         try:
             self.flow_control.release(source.wire_id, identifier)
             if envelope.type == ERROR:
-                error = self._codec.decode_failure(source, body_of(envelope, payloads))
+                error = self._codec.values.decode_failure(source, body_of(envelope, payloads))
                 if call is not None and call.is_expired and isinstance(error, RpcCancelledError):
                     raise call.timeout_error()  # because of which it was cancelled
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)
-            value = self._codec.unpack(message)
+            value = self._codec.values.unpack(message)
             del message  # a thread that gets the value may take over the memory of its tensors
         except Exception as error:
             if call is not None:
@@ -515,28 +506,39 @@ class Caller:
         else:
             if call is not None:
                 call.succeed(value)
-        if envelope.HasField("control"):
-            self._codec.receive_control(source, envelope, with_answer=True)
+
+    def on_confirmed(self, source: WorkerInfo, payload: object) -> None:
+        """Completes a call with None, as a control message in place of its answer says. Does not block."""
+        if not isinstance(payload, tuple) or len(payload) != 1:
+            raise ValueError("malformed message: it confirms no request")
+        call = self.in_flight.get(identifier := payload[0])
+        if call is not None and call.worker.wire_id != source.wire_id:
+            raise ValueError(f"worker {source.name!r} confirms a request to another worker")
+        call = self.in_flight.pop(identifier, None)
+        self.unanswered.take_orphan(source, identifier)
+        self.unanswered.drop(identifier)
+        self.flow_control.release(source.wire_id, identifier)
+        if call is None:
+            return  # it has failed meanwhile
+        if call.future.has_callbacks:
+            self._executor.submit(call.succeed, None)
+        else:
+            call.succeed(None)
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the call whose answer cannot be read."""
-        self._codec.record_refusal(source, error)
+        self._codec.values.record_refusal(source, error)
         call, identifier = self.in_flight.get(envelope.id), envelope.id
-        asked = call.worker.wire_id if call is not None else self.kept.get(identifier, (source.wire_id, None))[0]
-        if asked != source.wire_id:
+        asked = call.worker.wire_id if call is not None else self.unanswered.worker_of(identifier)
+        if asked not in (source.wire_id, None):
             log.warning("worker %s answers a request to worker %d; dropped", source.name, asked)
             return
-        self.kept.pop(identifier, None)
+        self.unanswered.drop(identifier)
         self.flow_control.release(source.wire_id, identifier)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.name, str(error))
         if call is not None:
             self._take_and_fail(call, error, _outcome_of(envelope))
-
-    def _is_orphan(self, source: WorkerInfo, identifier: int) -> bool:
-        if self._orphans.get(identifier) != source.wire_id:
-            return False
-        return self._orphans.pop(identifier, None) is not None
 
     # Other ends.
 
@@ -584,8 +586,9 @@ class Caller:
         identifier = message.envelope.id
         if self._network.withdraw(message, message.payloads):
             call.is_withdrawn = True
-            self.kept.pop(identifier, None)
+            self.unanswered.drop(identifier)
             self.flow_control.release(message.destination.wire_id, identifier)
+            self._codec.resend_control(message)
             self._executor.submit(self._extensions.on_send_aborted, message)
         else:
             cancel = agent_pb2.Envelope(id=identifier, type=CANCEL)
@@ -619,53 +622,59 @@ class Caller:
         for call in self.in_flight.copy().values():
             if call.worker.wire_id == worker.wire_id:
                 self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
-        for identifier, (destination, _) in self.kept.copy().items():
-            if destination == worker.wire_id:
-                self.kept.pop(identifier, None)
-        for identifier, destination in self._orphans.copy().items():
-            if destination == worker.wire_id:
-                self._orphans.pop(identifier, None)
+        self.unanswered.drop_worker(worker)
 
-    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> Collection[Call]:
-        """Returns the calls to a worker; if `waits`, without those that wait for the worker."""
-        return [
-            call
-            for call in self.in_flight.copy().values()
-            if call.worker.wire_id == worker.wire_id and not (waits and call.state is State.POSTPONED)
-        ]
+    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> tuple[Collection[Call], Collection[int]]:
+        """Returns what gets no answer from a worker that is suspect by now.
+
+        Args:
+            worker: the worker.
+            waits: whether calls that have not been sent wait for it.
+
+        Returns:
+            The calls, without those that are about to find out, and the ids of those that have failed before.
+        """
+        sent = self.unanswered.of(worker)
+        sent.update(self.flow_control.in_flight(worker.wire_id))
+        in_flight = self.in_flight.copy()  # after the others, to which a new call is added later
+        spared = {State.NEW, State.POSTPONED} if waits else {State.NEW}
+        concerned = [call for call in in_flight.values() if call.state not in spared]
+        return [call for call in concerned if call.worker.wire_id == worker.wire_id], sent - in_flight.keys()
 
     def on_worker_suspect(
-        self, worker: WorkerInfo, reason: str, concerned: Collection[Call], unsent: Collection[bytes]
+        self,
+        worker: WorkerInfo,
+        reason: str,
+        concerned: tuple[Collection[Call], Collection[int]],
+        unsent: Collection[bytes],
     ) -> None:
         """Fails calls to a worker that does not answer.
 
         Args:
             worker: the worker.
             reason: how that was noticed.
-            concerned: the calls.
+            concerned: what `sent_to` has returned.
             unsent: the beginnings of the envelopes that have not left this process.
         """
-        self.flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
-        for call in concerned:
+        calls, failed = concerned
+        for identifier in (*failed, *(call.identifier for call in calls)):
+            self.unanswered.drop(identifier)
+            self.flow_control.release(
+                worker.wire_id, identifier
+            )  # callbacks may make calls that wait for capacity
+        for call in calls:
             identifier = call.identifier
-            self.kept.pop(identifier, None)
             if self.in_flight.pop(identifier, None) is None:
                 continue
             outcome = call.outcome_without(unsent)
             if outcome is Outcome.UNKNOWN:
-                self._orphans[identifier] = worker.wire_id
+                self.unanswered.add_orphan(worker, identifier)
             self._fail(call, WorkerSuspectError(worker.name, reason), outcome)
-        while len(self._orphans) > MAX_ORPHANS:
-            self._orphans.popitem(last=False)
 
-    def unanswered(self) -> Mapping[str, int]:
+    def count_unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""
         calls = [each for each in list(self.in_flight.values()) if each.handler.user_values]
         return Counter(each.worker.name for each in calls)
-
-    def is_collecting_here(self) -> bool:
-        """Returns whether the calling thread runs a finalizer in a garbage collection."""
-        return self._finalizer_calls.is_collecting_here()
 
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
@@ -673,7 +682,7 @@ class Caller:
 
     def fail_all(self, error: Exception) -> None:
         """Fails all calls, and those that are sent from now on."""
-        self._finalizer_calls.close()
+        self.finalizer_calls.close()
         for call in list(self.in_flight.values()):
             self._take_and_fail(call, copy_error(error))
         self._closed_by = error
@@ -681,7 +690,7 @@ class Caller:
             if (call_again := self._take_paused(number)) is not None and call_again.repeats is not None:
                 call_again.end(copy_error(error), call_again.repeats.outcome)
         self.flow_control.close()  # last: those that wait have failed, so they are not sent
-        self.kept.clear()
+        self.unanswered.kept.clear()
 
 
 def _outcome_of(answer: agent_pb2.Envelope) -> Outcome:

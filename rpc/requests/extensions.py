@@ -54,10 +54,10 @@ class Extensions:
         self.observes = False
         """Whether some extension looks at messages without headers."""
 
-    def add_handlers(self, control: Handler, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
-        """Adds the handlers of messages that need no extension: control messages, greetings, and collectives."""
+    def add_handlers(self, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
+        """Adds the handlers of messages that need no extension: greetings, and those of collectives."""
         greeting = Handler(lambda _message: None, description="the announcement of a new worker to worker")
-        self._basic = {MessageType.CONTROL: control, MessageType.GREETING: greeting, **of_collectives}
+        self._basic = {MessageType.GREETING: greeting, **of_collectives}
         self.handlers.update(self._basic)
 
     def add(self, extension: Extension) -> None:

@@ -26,12 +26,12 @@ from ..contracts.extension import Awaited
 from ..contracts.messages import (
     ERROR,
     RESULT,
+    Confirmation,
     Deferred,
     Handler,
     Incoming,
     LaterAnswer,
     Outgoing,
-    PiggybackedAnswer,
     UnwantedMessageError,
 )
 from ..contracts.worker import WorkerInfo
@@ -112,7 +112,7 @@ class Server:
         source, envelope, handler = call.source, call.envelope, call.handler
         call.nbytes = self._received.begin(source)
         if envelope.HasField("control"):
-            self._codec.receive_control(source, envelope)
+            self._codec.process_control(source)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
         elif (
@@ -197,7 +197,7 @@ class Server:
         """Answers a request that cannot be read with an error."""
         self.calls.discard((source.wire_id, envelope.id))
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
-            self._codec.record_refusal(source, error)
+            self._codec.values.record_refusal(source, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error, has_begun=False)
@@ -228,7 +228,7 @@ class Server:
     def _run_in_scope(self, call: ServedCall, message: Incoming, handler: Handler) -> None:
         try:
             try:
-                message.value = self._codec.unpack(message)
+                message.value = self._codec.values.unpack(message)
                 message.has_begun = True
                 result = handler.run(message)
             finally:
@@ -238,8 +238,9 @@ class Server:
             message.value, message.body = None, b""
             message.tensors.clear()
             if isinstance(result, LaterAnswer):
-                if isinstance(result, PiggybackedAnswer):
-                    self._answer_piggybacked(message, result, handler)
+                if isinstance(result, Confirmation):
+                    self._codec.confirm(message)
+                    self._executor.call_last(result.then)
                     return
                 future = cast(Deferred, result).future
                 if not future.done():
@@ -265,7 +266,7 @@ class Server:
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
         has_map = request.envelope.device_map
         device_map = self._codec.device_map(request.source, request) if has_map else NO_DEVICES
-        packed = self._codec.pack(value, "the result", request.source, device_map, is_answer=True)
+        packed = self._codec.values.pack(value, "the result", request.source, device_map, is_answer=True)
         return Outgoing(
             request.source,
             agent_pb2.Envelope(id=request.envelope.id, type=RESULT),
@@ -277,18 +278,6 @@ class Server:
             device_map,
             packed.leaves,
         )
-
-    def _answer_piggybacked(self, message: Incoming, result: PiggybackedAnswer, handler: Handler) -> None:
-        """Has the answer to a request sent together with another message to its caller."""
-        answer = self._pack_answer(message, result.value, handler)
-        try:
-            self._codec.send_behind(answer)
-        except (WorkerLostError, WorkerSuspectError):
-            pass
-        except SendFailedError as error:
-            raise AnswerFailedError(self._me.name, error.reason) from None
-        finally:
-            self._executor.call_last(result.then)
 
     def _send_answer(self, answer: Outgoing) -> None:
         try:
@@ -351,7 +340,7 @@ class Server:
         self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True
     ) -> None:
         if isinstance(error, LimitReachedError):
-            self._codec.record_refusal(source, error)
+            self._codec.values.record_refusal(source, error)
         if not request.id:
             if isinstance(error, UnwantedMessageError):
                 log.debug("a message from worker %s is dropped: %s", source.name, error)
@@ -361,7 +350,7 @@ class Server:
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            answer = Outgoing(source, envelope, self._codec.encode_failure(error))
+            answer = Outgoing(source, envelope, self._codec.values.encode_failure(error))
             self._codec.send(answer)
             if answer.nbytes >= MIN_ANSWER_BYTES:
                 self.postponed.on_answer(source, answer.nbytes)

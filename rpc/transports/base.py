@@ -31,7 +31,7 @@ class Transport(Protocol):
       connection; a transport reports that loss to its listener, and does not connect again: another one does.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
-    - Threads: `send`, `send_behind`, `flush`, `withdraw` and `connect` are called from any thread, all else on the
+    - Threads: `send`, `withdraw` and `connect` are called from any thread, all else on the
       agent's event loop. Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: the agent's Network makes a transport for each peer, and another one when its connection has
@@ -61,22 +61,6 @@ class Transport(Protocol):
         Raises:
             TransportClosedError: the connection is closed, and the envelope is not sent.
         """
-
-    def send_behind(self, envelope: bytes, seconds: float) -> None:
-        """Queues an envelope that can wait for another one, behind which it goes in the same write.
-
-        A transport that has several envelopes in a write anyway may send it at once.
-
-        Args:
-            envelope: the envelope.
-            seconds: how long it waits for others of its kind, before any other envelope takes them along.
-
-        Raises:
-            TransportClosedError: as in `send`.
-        """
-
-    def flush(self) -> None:
-        """Sends the envelopes that wait for the next one. Does nothing if there are none."""
 
     def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if nothing of it has been sent.

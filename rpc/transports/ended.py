@@ -28,13 +28,6 @@ class _EndedTransport:
         """Raises TransportClosedError."""
         raise TransportClosedError(_REASON)
 
-    def send_behind(self, envelope: bytes, seconds: float) -> None:  # noqa: ARG002
-        """Raises TransportClosedError."""
-        raise TransportClosedError(_REASON)
-
-    def flush(self) -> None:
-        """Does nothing."""
-
     def withdraw(self, ticket: int, beginning: bytes) -> bool:  # noqa: ARG002
         """Returns False: the queue has been dropped."""
         return False

@@ -142,16 +142,6 @@ class EnvelopeSocket:
         """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
         return self._writer.withdraw(partial(socket_frames.has_envelope, beginning))
 
-    def send_behind(self, envelope: bytes, seconds: float) -> None:
-        """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
-        if self._writer.is_broken:
-            raise BrokenPipeError
-        self._writer.put_behind(HEADER.pack(len(envelope), FrameKind.ENVELOPE) + envelope, seconds)
-
-    def flush(self) -> None:
-        """Writes what waits for another envelope."""
-        self._writer.flush_behind()
-
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
         kind = FrameKind.SHARED_SEGMENT if is_shared else FrameKind.SEGMENT
@@ -181,7 +171,6 @@ class EnvelopeSocket:
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
-        self.flush()
         self._writer.put(HEADER.pack(0, FrameKind.END))
 
     def close(self) -> Collection[bytes]:

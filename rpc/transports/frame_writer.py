@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,9 +21,6 @@ from .buffers import MAX_AT_ONCE, first_bytes, without_first
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["AttachedFrame", "FrameWriter"]
-
-MAX_BEHIND = 32
-"""When so many frames wait for another one, all of them are written."""
 
 KEPT_BYTES = 64
 """Bytes that are kept of a frame that will not be written: enough to tell which envelope it carried."""
@@ -70,10 +66,6 @@ class FrameWriter:
         self._executor = executor
         self._queue: deque[bytes] = deque()
         """Frames that are not written completely."""
-        self._behind: deque[bytes] = deque()
-        """Frames that wait for another one."""
-        self._take_along_at = 0.0
-        """The monotonic time from which on any frame takes them along."""
         self._descriptors: deque[tuple[bytes, int]] = deque()
         """The frames in the queue that a descriptor goes with, in order, and the descriptors."""
         self._descriptor_lock = threading.Lock()
@@ -116,32 +108,9 @@ class FrameWriter:
             return
         self.has_sent = True
         self._queue.append(frame)
-        if self._behind and time.monotonic() >= self._take_along_at:
-            self._take_along()
         # Again after each release: a frame may have been queued by a thread that found the lock held.
         while self._queue and not self._is_full and self._writing.acquire(blocking=False):
             self._write()
-
-    def put_behind(self, frame: bytes, seconds: float) -> None:
-        """Queues a frame that waits for another one, to be in the same write; drops it if the socket is broken.
-
-        Args:
-            frame: the frame.
-            seconds: how long it waits for others of its kind, before any other frame takes them along.
-        """
-        if self.is_broken:
-            return
-        if not self._behind or not seconds:
-            self._take_along_at = time.monotonic() + seconds
-        self._behind.append(frame)
-        if len(self._behind) >= MAX_BEHIND:
-            self.flush_behind()
-
-    def flush_behind(self) -> None:
-        """Writes the frames that wait for another one."""
-        if self._behind and not self.is_broken:
-            self._take_along()
-            self._flush()
 
     def put_descriptor(self, frame: bytes, descriptor: int) -> None:
         """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
@@ -217,11 +186,6 @@ class FrameWriter:
             self._executor.poller.unwatch(self._writable)
             os.close(self._writable)
             self._connection.close()
-
-    def _take_along(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread has taken some
-            while True:
-                self._queue.append(self._behind.popleft())
 
     def _flush(self) -> None:
         """Writes what is queued, unless another thread is writing or the socket is full: see `put`."""

@@ -121,15 +121,6 @@ class GrpcStream:
             self._loop.call_soon_threadsafe(self._start_or_wake)
         return ticket
 
-    def send_behind(self, envelope: bytes, seconds: float) -> None:
-        """Sends an envelope together with a later one, if there is a socket; else at once."""
-        if not self.outbox.send_behind(envelope, seconds):
-            self.send(envelope)
-
-    def flush(self) -> None:
-        """Sends what waits for the next envelope."""
-        self.outbox.flush()
-
     def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if it is there."""
         return self.outbox.withdraw(ticket, beginning)

@@ -43,13 +43,6 @@ class LoopbackTransport:
         self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope), len(envelope))
         return 0
 
-    def send_behind(self, envelope: bytes, seconds: float) -> None:  # noqa: ARG002
-        """Delivers an envelope."""
-        self.send(envelope)
-
-    def flush(self) -> None:
-        """Does nothing: nothing waits."""
-
     def withdraw(self, ticket: int, beginning: bytes) -> bool:  # noqa: ARG002
         """Returns False: there is no queue."""
         return False

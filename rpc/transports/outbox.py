@@ -78,25 +78,6 @@ class Outbox:
             raise TransportClosedError(self.closed_reason or CLOSED) from None
         return SENT_TICKET
 
-    def send_behind(self, envelope: bytes, seconds: float) -> bool:
-        """Has the socket write an envelope together with a later one; returns False if there is no socket.
-
-        Raises:
-            TransportClosedError: the connection is closed.
-        """
-        if (connection := self.socket) is None:
-            return False
-        try:
-            connection.send_behind(envelope, seconds)
-        except BrokenPipeError:
-            raise TransportClosedError(self.closed_reason or CLOSED) from None
-        return True
-
-    def flush(self) -> None:
-        """Has the socket write what waits for the next envelope."""
-        if self.socket is not None:
-            self.socket.flush()
-
     def _append(self, envelope: bytes) -> int:
         if self.closed_reason is not None:
             raise TransportClosedError(self.closed_reason)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.context import current_context
+from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
 from gradwire.rpc.contracts.agent import current_agent
 
@@ -201,7 +202,7 @@ RELEASED_BY: list[str] = []
 
 def note_releases() -> None:
     control = current_agent().control
-    end = control._inbox.handlers["autograd.release"]
+    end = current_agent().extension(Autograd)._on_release
 
     def note_and_end(sender: rpc.WorkerInfo, payload: object) -> None:
         end(sender, payload)

@@ -30,7 +30,6 @@ from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
-from gradwire.rpc.peers.control import RetryingControlMessages
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.gathered import Gathered
@@ -112,7 +111,7 @@ class _Threads:
     def admit(self) -> None:
         pass
 
-    connect = check_present = flush = answer_reader = lambda self, _worker: None
+    connect = check_present = answer_reader = lambda self, _worker: None
 
     def workers(self) -> list[WorkerInfo]:
         return list(self._members.values())
@@ -129,8 +128,6 @@ class _Threads:
     def send(self, _worker: WorkerInfo, envelope: bytes, _seconds: float = 0.0) -> int:
         self.sent.append(envelope)
         return 0
-
-    send_behind = send
 
     def writer(self, _worker: WorkerInfo, _broadcast: object = None) -> Any:
         return _InlineWriter()
@@ -186,7 +183,7 @@ def _agent(info: WorkerInfo) -> tuple[GrpcAgent, _Threads]:
             network=lambda *_: threads,
             executor=lambda *_: threads,
             deadlines=_NoDeadlines,
-            control=lambda agent: RetryingControlMessages(agent, lambda *_: threads),
+            scheduler=lambda *_: threads,
         ),
     )
     made.listen()
@@ -197,10 +194,11 @@ def _agent(info: WorkerInfo) -> tuple[GrpcAgent, _Threads]:
 # What another worker sends.
 
 CONTROL = {
-    "rref.fork": ((0, 1), (1, 2)),
+    "rref.fork": (0, 1, 1, 2),
     "rref.await": (0, 0),
     "rref.accept": (0, 3),
-    "rref.delete": ((0, 1), (1, 2)),
+    "rref.delete": (0, 1, 1, 2),
+    "call.confirmed": (2,),
     "autograd.release": (1 << 48 | 1, frozenset({1, 2}), "it is lost"),
     "autograd.ask_open": None,
     "autograd.open": (1 << 48 | 9, frozenset({1 << 48 | 1})),

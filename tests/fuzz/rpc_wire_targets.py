@@ -74,7 +74,13 @@ ENVELOPES = st.builds(
     control=st.builds(
         agent_pb2.ControlHeader,
         messages=st.lists(
-            st.builds(agent_pb2.ControlMessage, number=NUMBERS, kind=st.text(max_size=4)), max_size=3
+            st.builds(
+                agent_pb2.ControlMessage,
+                kind=st.text(max_size=4),
+                numbers=st.lists(NUMBERS, max_size=4),
+                pickled=st.binary(max_size=4),
+            ),
+            max_size=3,
         ),
     ),
     trace=st.lists(

@@ -19,7 +19,7 @@ from tests.remote_functions import set_event, wait_for
 def test_a_malformed_answer_of_another_worker_releases_nothing(agents):
     """What a request keeps alive stays until its own worker has answered, also if it has timed out."""
     agent, asked, other = agents(3)
-    kept = agent._caller.kept
+    kept = agent._caller.unanswered.kept
     kept[7] = asked.info.wire_id, "a lease"
     answer = agent_pb2.Envelope(id=7, type=RESULT)
     agent._caller.on_rejected(other.info, answer, ValueError("malformed"))

@@ -136,7 +136,11 @@ class World:
     def send(self, _worker: WorkerInfo, _envelope: bytes) -> None:
         """Asks the other worker not to begin a request; it has begun."""
 
-    # A codec.
+    # A codec, and its values.
+
+    @property
+    def values(self) -> "World":
+        return self
 
     def device_map(self, _worker: WorkerInfo) -> Mapping[Any, Any]:
         return {}
@@ -165,6 +169,12 @@ class World:
 
     def unpack(self, message: Incoming) -> int:
         return message.envelope.id
+
+    def record_refusal(self, *_: object) -> None:
+        pass
+
+    def resend_control(self, _message: Outgoing) -> None:
+        """Does nothing: there are no control messages."""
 
     def decode_failure(self, *_: object) -> Exception:
         return ValueError("the function has failed")
@@ -297,7 +307,7 @@ class Calls(RuleBasedStateMachine):
         assert sorted(self.completions) == list(range(len(self.futures)))
         assert sorted(self.ends.begun) == sorted(self.ends.ended)
         assert not self.caller.in_flight
-        assert not self.caller.kept
+        assert not self.caller.unanswered.kept
         assert not self.caller.counter.in_flight
         self.loop.close()
 

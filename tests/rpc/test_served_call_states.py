@@ -100,6 +100,7 @@ class Codec:
 
     def __init__(self) -> None:
         self.answers: Counter[int] = Counter()
+        self.values = self
 
     def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
         return Incoming(source, envelope, b"", [])

@@ -20,6 +20,7 @@ from gradwire.errors import (
     RRefError,
     SendFailedError,
     WorkerLostError,
+    WorkerSuspectError,
 )
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
@@ -122,8 +123,7 @@ class Schedule(World):
         for machine in self.machines:
             machine.held.clear()
         self.settle()
-        self._exchange_last_words()
-        self.errors += self._left_over() + self._remembered_messages()
+        self.errors += self._left_over()
         self._check()
 
     def _check(self) -> None:
@@ -160,8 +160,10 @@ class Schedule(World):
         elif what == 15 and len(self.alive) > 2 and chance.happens(30):
             self.kill(self.alive[chance.pick(len(self.alive))])
             self.counts["killed"] += 1
-        elif what in (16, 17):
+        elif what == 16:
             self._cancel(machine)
+        elif what == 17:
+            self.break_connection(machine, self.machines[chance.pick(len(self.machines))])
         else:
             del machine.held[chance.pick(len(machine.held))]
 
@@ -243,7 +245,11 @@ class Schedule(World):
                 if not timeout and number not in self.doomed:
                     self.errors.append(f"a fetch without a timeout timed out: {error}")
             elif isinstance(error, RRefError):
-                self._unless_somebody_died(error)
+                if number not in self.doomed:
+                    self._unless_somebody_died(error)
+            elif isinstance(error, WorkerSuspectError):
+                if not self.counts["broken"]:
+                    self.errors.append(f"no connection broke: {error}")
             elif isinstance(error, WorkerLostError):
                 if not self.killed:
                     self.errors.append(f"nobody died: {error}")
@@ -276,7 +282,7 @@ class Schedule(World):
         if not (isinstance(references, list | tuple) and any(map(failed, references))):
             self._unless_somebody_died(error)
 
-    def refused(self, envelope: agent_pb2.Envelope) -> None:
+    def dropped(self, envelope: agent_pb2.Envelope) -> None:
         if envelope.type == MessageType.RREF_CREATE:
             self.doomed.add(self.numbers[GlobalId.from_proto(envelope.created)])
 
@@ -329,18 +335,12 @@ class Schedule(World):
                 self.settle()
                 if not (failed(rref) or number in self.doomed or self.killed or self._cannot_be_sent(number)):
                     fetched = self.counts["values fetched"] - before
-                    if not fetched and not self.counts["not sent"] + self.counts["refused"]:
+                    if (
+                        not fetched
+                        and not self.counts["not sent"] + self.counts["refused"] + self.counts["broken"]
+                    ):
                         self.errors.append(f"{machine.info.name} could not fetch {number} in the end")
         self._check()
-
-    def _exchange_last_words(self) -> None:
-        """Sends one more message between each two workers, to tell each what the other has acknowledged."""
-        for machine in self.alive:
-            machine.agent.control.on("last words", lambda sender, payload: None)
-        for machine in self.alive:
-            for other in self.alive:
-                machine.agent.control.send(other.info, "last words", None)
-        self.settle()
 
     def _left_over(self) -> list[str]:
         found = []
@@ -352,20 +352,12 @@ class Schedule(World):
                 "entries": len(references.table._entries()),
                 "control messages": agent.control.pending(),
                 "pending requests": len(agent._caller.in_flight),
-                "kept by requests": len(agent._caller.kept),
+                "kept by requests": len(agent._caller.unanswered.kept),
                 "waiting threads": len(machine.waiting),
                 "running calls": agent._calls.in_flight,
             }
             found += [f"{machine.info.name} still has {n} {what}" for what, n in counts.items() if n]
         return found
-
-    def _remembered_messages(self) -> list[str]:
-        return [
-            f"{machine.info.name} remembers {len(received.outcomes)} control messages of worker{sender}"
-            for machine in self.alive
-            for sender, received in machine.agent.control._inbox.received.items()
-            if len(received.outcomes) > 1 and sender not in self.killed
-        ]
 
 
 def identify(rref: rpc.RRef) -> GlobalId:

@@ -32,7 +32,6 @@ from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.membership.members import Member
-from gradwire.rpc.peers.control import RetryingControlMessages
 from gradwire.rpc.peers.links import Absence
 from gradwire.rpc.peers.network_listener import NetworkListener
 
@@ -40,6 +39,7 @@ from tests.rref.chance import Chance
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"
+BROKEN = WorkerEnd(LossCause.DISCONNECTED, "the connection broke")
 MAX_STEPS = 20_000
 """Until nothing is left to happen; a hundred times what it takes."""
 
@@ -53,8 +53,6 @@ class Flight:
     source: "Machine"
     target: "Machine"
     envelope: agent_pb2.Envelope
-    unreliable: bool
-    """Whether it is a control message, or the answer to one, which may be lost or duplicated."""
     ticket: int
 
 
@@ -84,7 +82,7 @@ class Machine:
                 network=lambda *_: self.network,
                 executor=lambda *_: SimulatedExecutor(self),
                 deadlines=lambda expire, is_live, *_: SimulatedDeadlines(self, expire, is_live),
-                control=lambda agent: RetryingControlMessages(agent, lambda *_: SimulatedScheduler(self)),
+                scheduler=lambda *_: SimulatedScheduler(self),
             ),
         )
         self.agent.listen()
@@ -238,6 +236,8 @@ class SimulatedNetwork:
     def __init__(self, machine: Machine) -> None:
         self.me = machine.info
         self.lost: dict[int, WorkerEnd] = {}
+        self.suspect: set[int] = set()
+        """The ids of the workers to which the connection is broken."""
         self.fail_next = False
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.audit = Audit(machine.info.name)
@@ -275,12 +275,13 @@ class SimulatedNetwork:
         raise AssertionError(f"a message to {worker.name} is too large for its envelope")
 
     def check_present(self, worker: WorkerInfo) -> None:
-        if worker.id in self.lost:
-            raise self.lost[worker.id].as_error(worker.name)
+        if (absence := self.absence(worker)) is not None:
+            raise absence.as_error(worker.name)
 
     def absence(self, worker: WorkerInfo) -> Absence | None:
-        end = self.lost.get(worker.id)
-        return Absence(end, is_lost=True) if end is not None else None
+        if (end := self.lost.get(worker.id)) is not None:
+            return Absence(end, is_lost=True)
+        return Absence(BROKEN, waits=True) if worker.id in self.suspect else None
 
     def connect(self, worker: WorkerInfo) -> None:
         self._world.connect(self._machine, self._world.machines[worker.id])
@@ -290,12 +291,6 @@ class SimulatedNetwork:
         self.connect(worker)
         envelope = agent_pb2.Envelope.FromString(data)
         return self._world.send(self._machine, self._world.machines[worker.id], envelope)
-
-    def send_behind(self, worker: WorkerInfo, data: bytes, seconds: float) -> None:
-        self.send(worker, data)
-
-    def flush(self, worker: WorkerInfo) -> None:
-        pass
 
     def call_soon(self, function: Task, *args: Any) -> None:
         self._machine.tasks.append(partial(function, *args))
@@ -319,8 +314,8 @@ class World:
         """(a, b): a notices when b dies."""
         self._notices: list[tuple[Machine, Machine]] = []
         """(a, b): b has died, and a has not noticed yet."""
-        self._unreliable_requests: set[tuple[int, int]] = set()
-        """The senders and ids of control messages."""
+        self._healing: list[tuple[Machine, Machine]] = []
+        """(a, b): the connection of a to b broke, and a is going to connect again."""
         self.machines = [Machine(self, WorkerInfo(f"worker{number}", number)) for number in range(size)]
         members = [Member(machine.info, "") for machine in self.machines]
         for machine in self.machines:
@@ -342,6 +337,7 @@ class World:
             ready += [partial(machine.resume, waiter) for waiter in machine.waiting if waiter.future.done()]
         ready += [partial(self._arrive, flight) for flight in self.flights]
         ready += [partial(self._notice, *notice) for notice in self._notices]
+        ready += [partial(self._heal, *pair) for pair in self._healing]
         if self._timers and (not ready or self.chance.happens(3)):
             return self._next_timer() or bool(ready)
         if not ready:
@@ -386,11 +382,6 @@ class World:
         ticket = next(self._order)
         if not source.alive:
             return ticket
-        if envelope.type == MessageType.CONTROL:
-            self._unreliable_requests.add((source.info.id, envelope.id))
-        unreliable = envelope.type == MessageType.CONTROL or (
-            envelope.type in ANSWERS and (target.info.id, envelope.id) in self._unreliable_requests
-        )
         # A caller never hears of a failure that cannot be sent, so those are.
         forced, source.network.fail_next = source.network.fail_next, False
         if envelope.type != MessageType.ERROR and (forced or self.chance.happens(2)):
@@ -398,7 +389,7 @@ class World:
             raise SendFailedError(target.info.name, "the simulation failed it")
         self.counts["sent"] += 1
         if target.alive:
-            self.flights.append(Flight(source, target, envelope, unreliable, ticket))
+            self.flights.append(Flight(source, target, envelope, ticket))
         return ticket
 
     def withdraw(self, target: Machine, ticket: int) -> bool:
@@ -412,36 +403,59 @@ class World:
 
     def _arrive(self, flight: Flight) -> None:
         earlier = self.flights[: self.flights.index(flight)]
-        if flight.unreliable:
-            self.counts["control messages"] += 1
-            fate = self.chance.pick(100)
-            if fate >= 75:
-                self.counts["lost"] += 1
-                self.flights.remove(flight)
-                return
-            if fate >= 60:
-                self.counts["doubled"] += 1
-            else:
-                self.flights.remove(flight)
-        else:
-            self.flights.remove(flight)
+        self.flights.remove(flight)
         if any(other.source is flight.source and other.target is flight.target for other in earlier):
-            self.counts["reordered control messages" if flight.unreliable else "reordered calls and answers"] += 1
+            self.counts["reordered"] += 1
+        if flight.envelope.HasField("control"):
+            self.counts["control messages"] += len(flight.envelope.control.messages)
+        if (flight.target, flight.source) in self._healing:
+            self._heal(flight.target, flight.source)
         self.connect(flight.target, flight.source)
         envelope = agent_pb2.Envelope()
         envelope.CopyFrom(flight.envelope)
         listener = flight.target.network.listener
+        if envelope.type == MessageType.CONTROL:
+            listener.on_message(flight.source.info, envelope, read_inline, announced=False)
+            return
         listener.on_announced(flight.source.info, envelope)
-        refusable = not flight.unreliable and envelope.type != MessageType.CANCEL  # which has nothing to refuse
+        refusable = envelope.type != MessageType.CANCEL  # which has nothing to refuse
         if refusable and self.chance.happens(2):
             self.counts["refused"] += 1
-            self.refused(envelope)
+            self.dropped(envelope)
             listener.on_rejected(flight.source.info, envelope, ValueError("the simulation refused it"))
         else:
             listener.on_message(flight.source.info, envelope, read_inline, announced=True)
 
-    def refused(self, envelope: agent_pb2.Envelope) -> None:
-        """Notes that a message is rejected."""
+    def dropped(self, envelope: agent_pb2.Envelope) -> None:
+        """Notes that a message is rejected, or lost."""
+
+    # Broken connections.
+
+    def break_connection(self, one: Machine, other: Machine) -> None:
+        """Breaks the connection of two workers: what is in flight is lost, and they connect again."""
+        if (one, other) not in self._links or not (one.alive and other.alive):
+            return
+        self.counts["broken"] += 1
+        between = [flight for flight in self.flights if {flight.source, flight.target} == {one, other}]
+        self.counts["lost"] += len(between)
+        for flight in between:
+            self.dropped(flight.envelope)
+        self.flights = [flight for flight in self.flights if flight not in between]
+        for here, there in ((one, other), (other, one)):
+            unsent = {
+                agent_pb2.Envelope(id=flight.envelope.id, type=flight.envelope.type).SerializeToString()
+                for flight in between
+                if flight.source is here and flight.envelope.id and self.chance.pick(2)
+            }
+            if (here, there) not in self._healing:
+                self._healing.append((here, there))
+            here.network.suspect.add(there.info.id)
+            here.network.listener.on_peer_suspect(there.info, BROKEN.reason, unsent, waits=True)
+
+    def _heal(self, here: Machine, there: Machine) -> None:
+        self._healing.remove((here, there))
+        here.network.suspect.discard(there.info.id)
+        here.network.listener.on_peer_back(there.info)
 
     # Death.
 
@@ -458,6 +472,7 @@ class World:
             if known is victim and knower.alive:
                 self._notices.append((knower, victim))
         self._notices = [(knower, known) for knower, known in self._notices if knower is not victim]
+        self._healing = [pair for pair in self._healing if victim not in pair]
         self._notices.sort(key=lambda notice: (notice[0].info.id, notice[1].info.id))
         victim.held.clear()
         victim.tasks.clear()

@@ -4,9 +4,9 @@ from contextlib import suppress
 from typing import Any
 
 from gradwire import rpc
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.execution import scheduler
+from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
 from tests.rpc.interruption import UNINTERRUPTED, Interruption
@@ -21,15 +21,13 @@ def count(name: str) -> int:
 def note_deletions() -> None:
     """Has `deletions` tell how often this worker has been told of a dropped reference."""
     agent = current_agent()
-    assert isinstance(agent, GrpcAgent)
-    inbox = agent._control._inbox
-    handle = inbox.handlers["rref.delete"]
+    handle = agent.extension(References)._on_delete
 
     def note(*message: Any) -> None:
         deleted.append(message)
         handle(*message)
 
-    inbox.handlers["rref.delete"] = note
+    agent.control.on("rref.delete", note)
 
 
 def deletions() -> int:

@@ -53,7 +53,7 @@ def test_a_fork_is_deleted_by_its_holder_only(agents):
         rref = rpc.remote(owner.info, add, (1, 2))
         assert rref.to_here() == 3
         fork = rref._handle.fork
-    payload = (tuple(fork.reference), tuple(fork.id))
+    payload = (*fork.reference, *fork.id)
     for kind in ("rref.delete", "rref.fork"):
         error = tell(other, owner, kind, payload)
         assert isinstance(error, RRefError)
@@ -80,7 +80,7 @@ def test_a_fork_is_accepted_by_whom_it_was_made_for(agents):
 def test_nothing_is_kept_of_values_of_unknown_creators(agents, worker):
     owner, user = agents(2)
     for number in range(50):
-        error = tell(user, owner, "rref.fork", ((worker, number), (user.info.id, number)))
+        error = tell(user, owner, "rref.fork", (worker, number, user.info.id, number))
         assert isinstance(error, RRefError)
         assert f"there is no worker {worker}" in str(error)
         if 0 <= worker < 1 << 32:  # else it is no id on the wire
@@ -125,7 +125,7 @@ def test_values_are_created_by_their_creator(agents):
     create(user, owner)
     with pytest.raises(RRefError, match="is in use already"):
         create(user, owner)
-    error = tell(user, owner, "rref.delete", ((user.info.id, 1000), (user.info.id, 1001)))
+    error = tell(user, owner, "rref.delete", (user.info.id, 1000, user.info.id, 1001))
     assert error is None
     assert not any(table_of(owner).values())
 

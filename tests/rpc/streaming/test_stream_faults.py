@@ -267,7 +267,7 @@ def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
     with holder.using(a):
         stream = rpc.rpc_stream(b.info, count_to, (100,), timeout=0, window_items=8)
         assert next(stream) == 0
-        a._caller.on_worker_suspect(b.info, "it does not answer", list(a._caller.in_flight.values()), ())
+        a._caller.on_worker_suspect(b.info, "it does not answer", a._caller.sent_to(b.info, waits=False), ())
         with pytest.raises(WorkerSuspectError):
             list(stream)
     wait_until(lambda: not b.debug_info()["num_produced_streams"])

@@ -1,6 +1,5 @@
 """Members send values of wrong types and sizes in gradwire's own messages, which breaks those messages only."""
 
-import threading
 import tracemalloc
 from functools import partial
 
@@ -27,15 +26,6 @@ def answer_with(agent, kind: MessageType.ValueType, answer: object) -> None:
     agent._extensions.handlers[kind] = Handler(lambda _message: answer)
 
 
-def settle(sender, receiver) -> Exception | None:
-    """Sends a control message; returns how it ends."""
-    settled = threading.Event()
-    told: list[Exception | None] = []
-    sender.control.send(receiver.info, "kind", None, lambda error: (told.append(error), settled.set()))
-    assert settled.wait(20)
-    return told[0]
-
-
 @pytest.mark.parametrize(
     "failure",
     [1 << 40, b"\xff", [1], "text", memoryview(b"\xff")],
@@ -51,15 +41,6 @@ def test_what_is_no_error_is_reported_as_one(failure):
         tracemalloc.stop()
     assert isinstance(error, RemoteUnpicklableError)
     assert "malformed" in str(error)
-
-
-def test_control_messages_end_with_any_acknowledgement(agents):
-    a, b = agents(2)
-    for answer in ([1], "text", 7, {1: "of another message"}, {"kind": None}):
-        answer_with(b, MessageType.CONTROL, answer)
-        assert settle(a, b) is None
-    answer_with(b, MessageType.CONTROL, {0: 1 << 40})
-    assert isinstance(settle(a, b), RemoteUnpicklableError)
 
 
 @pytest.mark.parametrize("outcome", [None, 3, ("3", b""), (None, b""), (1, b"", 2), (1, 2**40)], ids=repr)

@@ -1,0 +1,257 @@
+"""The control messages from this worker to one other, and from that one to this one: a sequence in each direction.
+
+Messages are numbered, and taken along by whatever envelope goes to the worker. The receiver processes them in the
+order of their numbers, each once, and says with the next envelope of its own how far it is. What it has not
+acknowledged is sent again when an envelope was not sent, or was taken back, and when a connection has broken;
+nothing else loses envelopes, so there are no timers.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import final
+
+from ...errors import LimitReachedError
+from ...proto.v1 import agent_pb2
+from ..contracts.control import OnSettled
+from ..contracts.worker import WorkerInfo
+
+__all__ = ["ControlStream", "Run", "Settled", "Unacknowledged"]
+
+WINDOW = 1 << 14
+"""Messages, from the first that is not acknowledged, that are sent to a worker, or accepted."""
+
+MAX_ARRIVED_BYTES = 64 << 20
+"""Bytes of the messages from a worker that wait to be processed; beyond it, more are refused."""
+
+MAX_ALONE, MAX_ALONE_BYTES = 256, 64 << 10
+MAX_ATTACHED, MAX_ATTACHED_BYTES = 64, 4 << 10
+"""Messages and bytes, in an envelope of their own and in another one, at most. A message that is larger than this
+has an envelope of its own."""
+
+MAX_FAILURES = 8
+"""Errors of handlers that an envelope tells of, at most: each may have some KiB."""
+
+MAX_KEPT_FAILURES = 1 << 10
+"""Errors that the peer does not know yet, at most. If there are more, nothing is processed until it does."""
+
+
+@dataclass(slots=True)
+class Unacknowledged:
+    """A message that is not acknowledged."""
+
+    message: agent_pb2.ControlMessage
+    nbytes: int
+    done: OnSettled | None
+    """Is told of its end. None if nobody waits for that."""
+    expected: tuple[type[Exception], ...]
+    urgent: bool
+
+
+Run = Callable[[agent_pb2.ControlMessage], bytes | None]
+"""Runs the handler of a message; returns the encoded error that it has raised, if any. Does not raise."""
+
+Settled = tuple[Unacknowledged, bytes]
+"""A message that is acknowledged, and the encoded error of its handler, if that has raised one."""
+
+
+@final
+class ControlStream:
+    """The control messages to and from one peer. Safe to use from any thread.
+
+    `append` takes no lock, so finalizers may call it.
+    """
+
+    def __init__(self, peer: WorkerInfo) -> None:
+        self.peer = peer
+        self.is_flush_planned = False
+        """Whether the control thread is going to send what waits."""
+        self.since = 0.0
+        """When the first of what waits began to, by `time.monotonic`."""
+        self._lock = threading.Lock()
+        """Held for what is short and runs no code of others."""
+        self._processing = threading.Lock()
+        """Held by the thread that processes messages. No thread waits for it."""
+        # What is to be sent. The deque is appended to without the lock.
+        self._unacknowledged: deque[Unacknowledged] = deque()
+        self._first = 0
+        """The number of the first of these."""
+        self._next = 0
+        """The number of the first that is to be sent now; those before are on their way."""
+        self._sent_below = 0
+        """The number below which all have been sent, maybe to be sent again."""
+        # What has been received.
+        self._arrived: deque[agent_pb2.ControlMessage] = deque()
+        """The messages that wait to be processed."""
+        self._arrived_bytes = 0
+        self._ahead: dict[int, agent_pb2.ControlMessage] = {}
+        """Messages that have arrived before others with smaller numbers."""
+        self._expected = 0
+        """The number of the message that is to arrive next."""
+        self._processed = 0
+        """The number of those that have been processed."""
+        self._told = 0
+        """What the peer was told last of that. Less than that if it is to be told again."""
+        self._failures: dict[int, bytes] = {}
+        """The encoded errors of handlers, by the number of the message, until the peer knows them."""
+
+    def __len__(self) -> int:
+        """Returns the number of messages that are not acknowledged."""
+        return len(self._unacknowledged)
+
+    # Sending.
+
+    def append(self, sent: Unacknowledged) -> None:
+        """Queues a message."""
+        self._unacknowledged.append(sent)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to be sent now."""
+        unsent = min(len(self._unacknowledged), WINDOW) > self._next - self._first
+        return unsent or self._processed > self._told
+
+    def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:
+        """Puts into an envelope what is to be sent now; not if another thread does that.
+
+        Args:
+            envelope: is about to be sent.
+            alone: whether it has nothing else.
+
+        Returns:
+            Whether something was put into it. If it is not sent, `send_again` has to be called.
+        """
+        count, nbytes = (MAX_ALONE, MAX_ALONE_BYTES) if alone else (MAX_ATTACHED, MAX_ATTACHED_BYTES)
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not self.waits:
+                return False
+            header, begin = envelope.control, self._next - self._first
+            header.first, header.acknowledged_below = self._next, self._first
+            for index in range(begin, min(len(self._unacknowledged), begin + count, WINDOW)):
+                sent = self._unacknowledged[index]
+                nbytes -= sent.nbytes
+                if nbytes < 0 and not (alone and index == begin):
+                    break
+                header.messages.append(sent.message)
+            self._next += len(header.messages)
+            self._sent_below = max(self._sent_below, self._next)
+            failures = list(self._failures.items())  # in the order of their numbers
+            for number, failure in failures[:MAX_FAILURES]:
+                header.failed.add(number=number, failure=failure)
+            untold = failures[MAX_FAILURES : MAX_FAILURES + 1]
+            header.processed_below = untold[0][0] if untold else self._processed
+            self._told = max(self._told, header.processed_below)
+            return True
+        finally:
+            self._lock.release()
+
+    def send_again(self) -> None:
+        """Has everything sent again that is not acknowledged: an envelope may be lost."""
+        with self._lock:
+            self._next = self._first
+            self._tell_again()
+
+    def _tell_again(self) -> None:
+        self._told = min(self._told, self._processed - 1)
+
+    def settle_all(self) -> list[Unacknowledged]:
+        """Returns the messages of a peer that is lost, which are not acknowledged, and forgets everything."""
+        with self._lock:
+            left = list(self._unacknowledged.copy())
+            for _ in left:
+                self._unacknowledged.popleft()
+            self._first += len(left)
+            self._next, self._sent_below, self._told = self._first, self._first, self._processed
+            self._arrived.clear()
+            self._ahead.clear()
+            return left
+
+    # Receiving.
+
+    def receive(self, header: agent_pb2.ControlHeader) -> list[Settled]:
+        """Takes what an envelope of the peer has brought; `process` is to follow if there are messages in it.
+
+        Called for each envelope, in the order in which they arrive if the transport keeps that.
+
+        Returns:
+            The messages of this worker that are acknowledged by it, of those that have a `done`.
+
+        Raises:
+            LimitReachedError: the peer sends more than it may. What is too much is dropped.
+        """
+        with self._lock:
+            settled = self._acknowledge(header)
+            if self._failures:
+                for number in [each for each in self._failures if each < header.acknowledged_below]:
+                    del self._failures[number]
+            for number, message in enumerate(header.messages, header.first):
+                if number < self._expected or number in self._ahead:
+                    self._tell_again()  # it was sent again, so the peer does not know that it has arrived
+                    continue
+                if number >= self._processed + WINDOW or self._arrived_bytes > MAX_ARRIVED_BYTES:
+                    raise LimitReachedError(
+                        f"control message {number} is refused, as {self._processed} have been processed",
+                        f"WINDOW={WINDOW}",
+                    )
+                self._ahead[number] = message
+                self._arrived_bytes += len(message.pickled)
+            while self._expected in self._ahead:
+                self._arrived.append(self._ahead.pop(self._expected))
+                self._expected += 1
+        return settled
+
+    def _acknowledge(self, header: agent_pb2.ControlHeader) -> list[Settled]:
+        settled: list[Settled] = []
+        failures = {each.number: each.failure for each in header.failed} if header.failed else {}
+        if failures:
+            self._tell_again()  # with `acknowledged_below`, so that the peer need not keep them
+        count = min(header.processed_below, self._sent_below) - self._first
+        if count > 0:
+            for number in range(self._first, self._first + count):
+                sent = self._unacknowledged.popleft()
+                if sent.done is not None or failures:
+                    settled.append((sent, failures.get(number, b"")))
+            self._first += count
+            self._next = max(self._next, self._first)
+        return settled
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there are messages to be processed."""
+        return bool(self._arrived) and len(self._failures) < MAX_KEPT_FAILURES
+
+    def process(self, run: Run, kinds: Collection[str] | None = None) -> None:
+        """Processes the messages that have arrived, unless another thread does that: it takes these, too.
+
+        Args:
+            run: runs the handler of a message.
+            kinds: only those before the first one of another kind; None for all.
+        """
+        while self._has_next(kinds) and self._processing.acquire(blocking=False):
+            try:
+                while self._has_next(kinds):
+                    message = self._arrived.popleft()
+                    failure = run(message)
+                    with self._lock:
+                        self._arrived_bytes -= len(message.pickled)
+                        if failure is not None:
+                            self._failures[self._processed] = failure
+                        self._processed += 1
+            finally:
+                self._processing.release()
+
+    def _has_next(self, kinds: Collection[str] | None) -> bool:
+        if not self.has_arrived:
+            return False
+        try:
+            return kinds is None or self._arrived[0].kind in kinds
+        except IndexError:  # another thread has taken it
+            return False
+
+    def begin_wait(self) -> None:
+        """Notes when what waits began to."""
+        self.since = time.monotonic()

@@ -1,0 +1,136 @@
+"""The values of messages as bytes, and back; and the errors that keep them from that."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from ...c10d.security import Audit
+from ...errors import LimitReachedError, RemoteError, SerializationError
+from ..channels.base import PayloadLostError
+from ..contracts.devices import DeviceMap
+from ..contracts.messages import Buffer, Incoming
+from ..contracts.options import RpcBackendOptions
+from ..contracts.pickler import BY_VALUE, SEND_CODE
+from ..contracts.worker import WorkerInfo
+from ..execution.kept_errors import printable_text
+from ..policy.value_readers import make_reader
+from ..wire.failures import decode_failure, encode_failure
+from ..wire.picklers import dumps
+from ..wire.pickling import Packed, Packer
+from ..wire.tensors import UnmappedDeviceError
+
+__all__ = ["Values"]
+
+
+@final
+class Values:
+    """Pickles and unpickles for one agent. Safe to use from any thread."""
+
+    def __init__(self, me: WorkerInfo, options: RpcBackendOptions, packer: Packer, audit: Audit) -> None:
+        """Makes what pickles for one agent.
+
+        Args:
+            me: this worker.
+            options: the agent's: its policy says what is unpickled.
+            packer: pickles values with their tensors and references apart.
+            audit: records what is refused.
+        """
+        self._me = me
+        self._options = options
+        self._packer = packer
+        self._audit = audit
+        self._reader = make_reader(me, options.policy, audit)
+        self._dumps = partial(dumps, packer.pickler)
+
+    def pack(
+        self,
+        value: object,
+        label: str | Sequence[str],
+        worker: WorkerInfo,
+        device_map: DeviceMap,
+        *,
+        is_answer: bool = False,
+    ) -> Packed:
+        """Pickles a value for a worker. Raises SerializationError."""
+        try:
+            return self._packer.pack(value, label, device_map)
+        except SerializationError as error:
+            raise self._explained(error, worker, is_answer=is_answer) from error.__cause__
+
+    def _explained(self, error: SerializationError, worker: WorkerInfo, *, is_answer: bool) -> SerializationError:
+        """Returns an error that also says how to map the device of a tensor, if that is the problem."""
+        if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
+            return SerializationError(error.path, self._how_to_map(unmapped.device, worker, is_answer=is_answer))
+        return error
+
+    def _how_to_map(self, device: torch.device, worker: WorkerInfo, *, is_answer: bool) -> str:
+        options = type(self._options)
+        if is_answer:
+            return (
+                f"Response device mapping is not available for a tensor on {device}: return tensor.cpu(), or have "
+                f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self._me.name!r} on its "
+                f"`{options.__name__}` before init_rpc"
+            )
+        return (
+            f"it is a tensor on {device}. {options.backend_name} RPC backend only supports CPU tensors by "
+            f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
+        )
+
+    def unpack(self, message: Incoming) -> Any:
+        """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""
+        try:
+            return self._reader.read(message)
+        except (AttributeError, ImportError) as error:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:
+                raise SerializationError(
+                    "the message",
+                    f"it has a function or class by value, and worker {self._me.name!r} has no cloudpickle: "
+                    "pip install cloudpickle there, too",
+                ) from error
+            raise SerializationError(
+                "the message",
+                f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: "
+                f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
+                "define them at the top level of a module that both workers can import (the program's __main__ "
+                f"and the cells of a notebook are none), or {SEND_CODE}",
+            ) from error
+
+    # Pickles without tensors or references apart: of control messages and errors.
+
+    def dumps(self, value: object) -> bytes:
+        """Returns a pickle of a value with all that is in it."""
+        return self._dumps(value)
+
+    def load(self, source: WorkerInfo, data: Buffer) -> Any:
+        """Returns the value of a pickle of a worker. Raises PolicyError, or what unpickling raises."""
+        return self._reader.load(source, data)
+
+    def encode_failure(self, error: BaseException) -> bytes:
+        """Returns an exception as bytes, pickled if that can be. Never raises."""
+        return encode_failure(error, self._dumps)
+
+    def decode_failure(self, worker: WorkerInfo, failure: Buffer) -> Exception:
+        """Returns the exception that a worker has encoded by `encode_failure`, or its text."""
+        return decode_failure(failure, worker.name, partial(self._reader.load, worker))
+
+    # What is refused.
+
+    def record_refusal(self, source: WorkerInfo, error: BaseException) -> None:
+        """Records in the audit log why a message of a worker is refused: it is malformed, or exceeds a limit.
+
+        Args:
+            source: the worker.
+            error: why; ignored if it is of another kind.
+        """
+        if isinstance(error, LimitReachedError):
+            if not isinstance(error.__cause__, RemoteError):  # else it is a limit of another worker
+                self._audit.limit("messages", error.limit, error, worker=source.name)
+        elif isinstance(error, ValueError) and not isinstance(error, PayloadLostError):
+            self._audit.deny("messages", error, worker=source.name)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages the policy has refused, by the name of their sender."""
+        return self._reader.refused
