@@ -1221,58 +1221,69 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class TensorTable(google.protobuf.message.Message):
-    """Dense tensors of the CPU without gaps. Their elements are in one payload: each begins at a multiple of 64 bytes, after
-    those of the tensor before it.
+    """Dense tensors of the CPU without gaps, in groups. The elements of all are in one payload: each group begins at a multiple
+    of 64 bytes, after the one before it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    GROUPS_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[Global___TensorGroup] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TensorTable: typing_extensions.TypeAlias = TensorTable
+
+@typing.final
+class TensorGroup(google.protobuf.message.Message):
+    """Tensors of one dtype whose elements follow each other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
     POSITIONS_FIELD_NUMBER: builtins.int
-    DTYPES_FIELD_NUMBER: builtins.int
-    DIMENSIONS_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     REQUIRES_GRAD_FIELD_NUMBER: builtins.int
-    PERMUTED_FIELD_NUMBER: builtins.int
-    STRIDES_FIELD_NUMBER: builtins.int
+    dtype: Global___DType.ValueType
+    requires_grad: builtins.bool
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of each among all tensors of the envelope, ascending; the other messages fill the gaps"""
+        """of each among all tensors of the envelope; the other messages fill the gaps, in order"""
 
     @property
-    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DType.ValueType]: ...
-    @property
-    def dimensions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """how many of the sizes belong to each"""
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each, except for the dimension that `rows` has"""
 
     @property
-    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def requires_grad(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """the positions of those that require grad"""
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """if there are some: the sizes of the first dimension of each, in row-major order"""
 
     @property
-    def permuted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """the positions of those whose elements are in another order than row-major"""
-
-    @property
-    def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of these, as many as sizes; no element is twice in memory, and there are no gaps"""
+    def order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """if they are permuted: their dimensions by descending stride, as `sizes` has them"""
 
     def __init__(
         self,
         *,
         positions: collections.abc.Iterable[builtins.int] | None = ...,
-        dtypes: collections.abc.Iterable[Global___DType.ValueType] | None = ...,
-        dimensions: collections.abc.Iterable[builtins.int] | None = ...,
+        dtype: Global___DType.ValueType = ...,
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
-        requires_grad: collections.abc.Iterable[builtins.int] | None = ...,
-        permuted: collections.abc.Iterable[builtins.int] | None = ...,
-        strides: collections.abc.Iterable[builtins.int] | None = ...,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        order: collections.abc.Iterable[builtins.int] | None = ...,
+        requires_grad: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dimensions", b"dimensions", "dtypes", b"dtypes", "permuted", b"permuted", "positions", b"positions", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dtype", b"dtype", "order", b"order", "positions", b"positions", "requires_grad", b"requires_grad", "rows", b"rows", "sizes", b"sizes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___TensorTable: typing_extensions.TypeAlias = TensorTable
+Global___TensorGroup: typing_extensions.TypeAlias = TensorGroup
 
 @typing.final
 class Quantization(google.protobuf.message.Message):

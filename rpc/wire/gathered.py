@@ -1,19 +1,17 @@
-"""The elements of many tensors as one payload: each begins at a multiple of some bytes, one after the other."""
+"""The elements of many tensors as one payload: in groups, each of which begins at a multiple of some bytes."""
 
-import ctypes
+from operator import attrgetter
 from typing import final
 
 import numpy as np
+import torch
 
 from ...proto.v1 import agent_pb2
 from .attached import ALIGNMENT
 
-__all__ = ["ALIGNMENT", "Gathered", "address_of", "copy_memory"]
+__all__ = ["ALIGNMENT", "Gathered", "address_of"]
 
-copy_memory = ctypes.PyDLL(None).memmove
-"""Copies bytes: to an address, from an address, how many. It keeps the GIL, as letting go of it takes longer."""
-copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy_memory.restype = None
+_address, _nbytes, _numel = torch.Tensor.data_ptr, attrgetter("nbytes"), torch.Tensor.numel
 
 
 def address_of(data: memoryview) -> int:
@@ -25,37 +23,57 @@ def address_of(data: memoryview) -> int:
 class Gathered:
     """What is copied into one payload, from where it is now."""
 
-    __slots__ = ("_kept", "nbytes", "pieces")
+    __slots__ = ("_groups", "_parts", "nbytes")
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, int]] = []
-        """For each: its place in the payload, its address, and its bytes."""
-        self._kept: list[memoryview] = []
+        self._groups: list[tuple[int, list[torch.Tensor]]] = []
+        """Tensors, and their place in the payload."""
+        self._parts: list[tuple[int, memoryview]] = []
+        """Other bytes, and theirs."""
         self.nbytes = 0
         """Bytes of the payload so far."""
 
-    def add(self, address: int, nbytes: int) -> int:
-        """Adds what is at an address, which has to stay there until it is copied. Returns its place."""
-        end = self.nbytes
-        place = end + -end % ALIGNMENT
-        self.pieces.append((place, address, nbytes))
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        """Adds the elements of tensors, whose place the receiver knows.
+
+        Args:
+            tensors: of one dtype and, except for the first dimension, of the same sizes. They must not change
+                before they are copied.
+        """
+        self._groups.append((self._reserve(sum(map(_nbytes, tensors))), tensors))
+
+    def put(self, data: memoryview) -> agent_pb2.Payload:
+        """Adds other bytes; returns where the receiver finds them."""
+        place = self._reserve(data.nbytes)
+        self._parts.append((place, data.cast("B")))
+        return agent_pb2.Payload(gathered=agent_pb2.GatheredPayload(offset=place, nbytes=data.nbytes))
+
+    def _reserve(self, nbytes: int) -> int:
+        place = self.nbytes + -self.nbytes % ALIGNMENT
         self.nbytes = place + nbytes
         return place
 
-    def put(self, data: memoryview) -> agent_pb2.Payload:
-        """Adds bytes, which it keeps; returns where the receiver finds them."""
-        self._kept.append(data)
-        place = self.add(address_of(data), data.nbytes)
-        return agent_pb2.Payload(gathered=agent_pb2.GatheredPayload(offset=place, nbytes=data.nbytes))
-
     def copy_to(self, target: memoryview) -> None:
         """Copies all of it to the beginning of some memory."""
-        base = address_of(target)
-        for place, address, nbytes in self.pieces:
-            copy_memory(base + place, address, nbytes)
+        for place, data in self._parts:
+            target[place : place + data.nbytes] = data
+        with torch.no_grad():  # one operation for each group
+            for place, tensors in self._groups:
+                count = sum(map(_numel, tensors))
+                flat = torch.frombuffer(target, dtype=tensors[0].dtype, count=count, offset=place)
+                torch.cat(tensors, out=flat.view(-1, *tensors[0].shape[1:]))
 
     def joined(self) -> memoryview:
         """Returns a copy of all of it."""
         data = memoryview(bytearray(self.nbytes))
         self.copy_to(data)
         return data
+
+    def has_same_source(self, other: "Gathered") -> bool:
+        """Returns whether another one copies from the same memory."""
+        return self._sources() == other._sources()
+
+    def _sources(self) -> list[tuple[int, list[int]]]:
+        return [(place, list(map(_address, tensors))) for place, tensors in self._groups] + [
+            (place, [address_of(data)]) for place, data in self._parts
+        ]

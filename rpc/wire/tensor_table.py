@@ -1,16 +1,20 @@
-"""Many small tensors of one message as a flat table, whose elements are one payload.
+"""Many small tensors of one message as a table of groups, whose elements are one payload.
 
 A protobuf message and a payload for each of 1,000 tensors take ten times as long as copying their elements. So
-one message, the first of an envelope, stands for all that are dense, without gaps, of plain dtypes and not large;
-what it says of them is in lists of numbers. The others have messages of their own, and their small payloads are
-parts of the same one, behind.
+one message, the first of an envelope, stands for all that are dense, without gaps, of plain dtypes and not large.
+A group has those of one dtype that agree in all sizes but the first one: one operation of torch concatenates them
+in the payload, and one takes them apart. The other tensors have messages of their own, and their small payloads
+are parts of the same one.
 
 The receiver copies each tensor out of the payload. So a tensor that is kept keeps its own memory only.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
-from operator import attrgetter
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
+from itertools import repeat
+from operator import add, attrgetter, itemgetter, le, mul
+from typing import Any, final
 
 import torch
 
@@ -18,8 +22,8 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .gathered import ALIGNMENT, Gathered, address_of, copy_memory
-from .strides import MAX_DIMENSIONS, has_no_gaps, is_shape
+from .gathered import ALIGNMENT, Gathered
+from .strides import MAX_DIMENSIONS, dims_by_descending_stride, has_no_gaps
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
 
@@ -29,26 +33,28 @@ MIN_TENSORS = 4
 MAX_GATHERED_BYTES = 128 << 10
 """Bytes of the largest tensor that is copied out of a payload. Larger ones stay where they are received."""
 
-_features = attrgetter("is_cpu", "layout", "dtype", "is_nested", "shape", "requires_grad")
-
 GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 
+# For `map`, which takes a third of the time of a loop in Python.
+_kind = attrgetter("is_cpu", "layout", "is_nested", "dtype", "requires_grad", "shape")
+_is_contiguous, _offset = torch.Tensor.is_contiguous, torch.Tensor.storage_offset
+_nbytes, _shape, _first = attrgetter("nbytes"), attrgetter("shape"), itemgetter(0)
+_storage, _storage_bytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
+
+@final
 class TableWriter:
-    """Puts tensors of one message into a table."""
+    """Puts tensors of one message into a table. They must not change until the payload is copied."""
 
     def __init__(self) -> None:
+        self.table = agent_pb2.TensorTable()
         self.gathered = Gathered()
-        self._positions: list[int] = []
-        self._dtypes: list[agent_pb2.DType.ValueType] = []
-        self._dimensions: list[int] = []
-        self._sizes: list[int] = []
-        self._requires_grad: list[int] = []
-        self._permuted: list[int] = []
-        self._strides: list[int] = []
+        """The payload of the table."""
+        self._added: set[int] = set()
 
+    @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor], excluded: Container[int]) -> list[int]:
-        """Adds the tensors that a table can have. They have to stay alive until their elements are copied.
+        """Adds the tensors that a table can have.
 
         Args:
             tensors: all tensors of the message.
@@ -57,67 +63,65 @@ class TableWriter:
         Returns:
             The indices of those that were not added.
         """
-        others = []
-        add, strided, plain, numbers = self.gathered.add, torch.strided, PLAIN_DTYPES, DTYPE_NUMBERS
-        for position, tensor in enumerate(tensors):
-            is_cpu, layout, dtype, is_nested, shape, requires_grad = _features(tensor)
+        by_kind: dict[Any, list[int]] = defaultdict(list)
+        for position, kind in enumerate(map(_kind, tensors)):
+            if position not in excluded:
+                by_kind[kind].append(position)
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for (is_cpu, layout, is_nested, dtype, requires_grad, shape), positions in by_kind.items():
             if (
-                not is_cpu
-                or layout is not strided
-                or is_nested
-                or dtype not in plain
-                or position in excluded
-                or not 0 < (nbytes := tensor.nbytes) <= MAX_GATHERED_BYTES
-                or tensor.is_neg()
-                or tensor.is_conj()
-                or not ((is_row_major := tensor.is_contiguous()) or has_no_gaps(shape, tensor.stride()))
-                # FSDP, for one, takes the memory of tensors away.
-                or tensor.storage_offset() * dtype.itemsize + nbytes > tensor.untyped_storage().nbytes()
+                is_cpu
+                and layout is torch.strided
+                and not is_nested
+                and dtype in PLAIN_DTYPES
+                and 0 < math.prod(shape) * dtype.itemsize <= MAX_GATHERED_BYTES
+                and len(shape) < MAX_DIMENSIONS
             ):
-                others.append(position)
-                continue
-            add(tensor.data_ptr(), nbytes)
-            self._positions.append(position)
-            self._dtypes.append(numbers[dtype])
-            self._dimensions.append(len(shape))
-            self._sizes += shape
-            if requires_grad:
-                self._requires_grad.append(position)
-            if not is_row_major:
-                self._permuted.append(position)
-                self._strides += tensor.stride()
-        return others
+                groups[dtype, requires_grad, len(shape), shape[1:]] += positions
+        for positions in groups.values():
+            self._add_some(tensors, positions)
+        return [position for position in range(len(tensors)) if position not in self._added]
 
-    def message(self, data: agent_pb2.Payload) -> agent_pb2.Tensor:
-        """Returns the message that stands for the tensors. Args: data: the payload with their elements."""
-        return agent_pb2.Tensor(
-            data=data,
-            table=agent_pb2.TensorTable(
-                positions=self._positions,
-                dtypes=self._dtypes,
-                dimensions=self._dimensions,
-                sizes=self._sizes,
-                requires_grad=self._requires_grad,
-                permuted=self._permuted,
-                strides=self._strides,
-            ),
+    def _add_some(self, tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
+        """Adds tensors that differ in strides and the first size only, unless there are gaps in their memory."""
+        some = [tensors[position] for position in positions]
+        # FSDP, for one, takes the memory of tensors away.
+        ends = map(add, map(mul, map(_offset, some), repeat(some[0].itemsize)), map(_nbytes, some))
+        if not all(map(le, ends, map(_storage_bytes, map(_storage, some)))):
+            return
+        if all(map(_is_contiguous, some)):
+            self._add(positions, some, some[0].requires_grad)
+            return
+        by_strides: dict[Any, list[int]] = defaultdict(list)
+        for position, tensor in zip(positions, some, strict=True):
+            by_strides[tensor.shape, tensor.stride()].append(position)
+        for (shape, strides), found in by_strides.items():
+            alike = [tensors[position] for position in found]
+            if alike[0].is_contiguous():
+                self._add(found, alike, some[0].requires_grad)
+            elif has_no_gaps(shape, strides):
+                order = dims_by_descending_stride(strides)
+                self._add(found, [each.permute(order) for each in alike], some[0].requires_grad, order)
+
+    def _add(
+        self, positions: list[int], tensors: list[torch.Tensor], requires_grad: bool, order: Sequence[int] = ()
+    ) -> None:
+        """Adds a group of contiguous tensors, whose dimensions the receiver permutes if there is an order."""
+        self._added.update(positions)
+        shape = tensors[0].shape
+        has_rows = shape and not order
+        self.table.groups.add(
+            positions=positions,
+            dtype=DTYPE_NUMBERS[tensors[0].dtype],
+            sizes=shape[1:] if has_rows else shape,
+            rows=list(map(_first, map(_shape, tensors))) if has_rows else (),
+            order=order,
+            requires_grad=requires_grad,
         )
+        self.gathered.add(tensors if shape else [each.view(1) for each in tensors])
 
 
-def _check(number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], dimensions: int) -> tuple[torch.dtype, int]:
-    """Returns the dtype and the bytes of a tensor. Raises ValueError if it is none."""
-    dtype = DTYPES_BY_NUMBER.get(number)
-    if dtype not in PLAIN_DTYPES or len(sizes) != dimensions or not is_shape(sizes) or 0 in sizes:
-        raise ValueError(f"malformed tensor: dtype number {number}, shape {sizes[:MAX_DIMENSIONS]}")
-    return dtype, math.prod(sizes) * dtype.itemsize
-
-
-def _empty_permuted(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if len(strides) != len(sizes) or min(strides, default=-1) < 0 or not has_no_gaps(sizes, strides):
-        raise ValueError(f"malformed tensor: strides {strides} for shape {sizes}")
-    return torch.empty_strided(sizes, strides, dtype=dtype)
-
-
+@final
 class TableReader:
     """Takes the tensors of one message out of the payload of its table. Used by one thread."""
 
@@ -135,66 +139,62 @@ class TableReader:
         data = get(message.data)
         if not isinstance(data, bytes | bytearray | memoryview):
             raise ValueError("malformed tensors: the elements of many are in device memory")
-        self._data = memoryview(data)
+        self._data = memoryview(bytearray(data) if isinstance(data, bytes) else data)
         self._get = get
-        self._bytes_left = len(data)
-        self.tensors: Mapping[int, torch.Tensor] = self._read(message.table, count)
+        self._nbytes = 0
+        """Bytes of the payload up to the end of what has been copied; of other parts, their sum."""
+        self._tensors: dict[int, torch.Tensor] = {}
         """Those of the table, by their positions among the tensors of the message."""
-
-    def _read(self, table: agent_pb2.TensorTable, count: int) -> dict[int, torch.Tensor]:
-        positions, requires_grad, empty = table.positions, set(table.requires_grad), torch.empty
-        if len(positions) != len(table.dtypes) or len(positions) != len(table.dimensions):
-            raise ValueError("malformed tensors: lists of different lengths")
-        found: dict[int, torch.Tensor] = {}
-        known: dict[tuple[agent_pb2.DType.ValueType, tuple[int, ...]], tuple[torch.dtype, int]] = {}
-        strides = self._strides(table)
-        all_sizes, limit, base = tuple(table.sizes), len(self._data), address_of(self._data)
-        end = first = 0
-        for position, number, dimensions in zip(positions, table.dtypes, table.dimensions, strict=True):
-            sizes = all_sizes[first : first + dimensions]
-            first += dimensions
-            if (checked := known.get((number, sizes))) is None:
-                checked = known[number, sizes] = _check(number, sizes, dimensions)
-            dtype, nbytes = checked
-            begin = end + -end % ALIGNMENT
-            end = begin + nbytes
-            if end > limit:
-                raise ValueError(f"malformed tensor: bytes {begin} to {end} of {limit}")
-            if strides and position in strides:
-                tensor = _empty_permuted(sizes, strides[position], dtype)
-            else:
-                tensor = empty(*sizes, dtype=dtype) if sizes else empty((), dtype=dtype)
-            copy_memory(tensor.data_ptr(), base + begin, nbytes)
-            if position in requires_grad and (dtype.is_floating_point or dtype.is_complex):
-                tensor.requires_grad_()
-            found[position] = tensor
-        if len(found) != len(positions) or any(each >= len(found) + count for each in found):
+        total = 0
+        for group in message.table.groups:
+            self._tensors.update(zip(group.positions, self._read(group), strict=True))
+            total += len(group.positions)
+        if len(self._tensors) != total or max(self._tensors, default=0) >= total + count:
             raise ValueError("malformed tensors: their positions are not those of a list")
-        self._bytes_left -= end
-        return found
 
-    @staticmethod
-    def _strides(table: agent_pb2.TensorTable) -> dict[int, tuple[int, ...]]:
-        """Returns the strides of the tensors that are not contiguous, by position."""
-        dimensions = dict(zip(table.positions, table.dimensions, strict=True))
-        found, all_strides, first = {}, tuple(table.strides), 0
-        for position in table.permuted:
-            count = dimensions.get(position, 0)
-            found[position] = all_strides[first : first + count]
-            first += count
-        return found
+    def _read(self, group: agent_pb2.TensorGroup) -> Sequence[torch.Tensor]:
+        """Returns the tensors of the next group."""
+        count, rows, dtype = len(group.positions), list(group.rows), DTYPES_BY_NUMBER.get(group.dtype)
+        sizes, order = tuple(group.sizes[:MAX_DIMENSIONS]), tuple(group.order[:MAX_DIMENSIONS])
+        if (
+            dtype not in PLAIN_DTYPES
+            or not count
+            or 0 in sizes
+            or 0 in rows
+            or len(sizes) == MAX_DIMENSIONS
+            or (order or len(rows) != count if rows else sorted(order) != list(range(len(sizes))))
+        ):
+            shape = f"{len(rows)} numbers of rows, shape {sizes}, order {order}"
+            raise ValueError(f"malformed tensor: {count} of dtype number {group.dtype}, {shape}")
+        elements = math.prod(sizes) * (sum(rows) if rows else count)
+        begin = self._nbytes + -self._nbytes % ALIGNMENT
+        self._nbytes = begin + elements * dtype.itemsize
+        if self._nbytes > len(self._data):  # before memory is allocated
+            raise ValueError(f"malformed tensor: bytes {begin} to {self._nbytes} of {len(self._data)}")
+        flat = torch.frombuffer(self._data, dtype=dtype, count=elements, offset=begin)
+        tensors: Sequence[torch.Tensor]
+        if rows:
+            split: Any = torch.split_with_sizes_copy  # whose type stub has no result
+            tensors = split(flat.view(-1, *sizes), rows)
+        else:
+            inverse = [1 + order.index(dim) for dim in range(len(order))]
+            tensors = [each.clone() for each in flat.view(count, *sizes).permute(0, *inverse).unbind()]
+        if group.requires_grad and (dtype.is_floating_point or dtype.is_complex):
+            for tensor in tensors:
+                tensor.requires_grad_()
+        return tensors
 
     def get(self, payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
         """Returns the bytes of a payload of another tensor, which may be a part of that of the table."""
         if not payload.HasField("gathered"):
             return self._get(payload)
         begin, nbytes = payload.gathered.offset, payload.gathered.nbytes
-        self._bytes_left -= nbytes  # what several tensors named would be copied for each
-        if self._bytes_left < 0 or begin + nbytes > len(self._data):
+        self._nbytes += nbytes  # what several tensors named would be copied for each
+        if max(self._nbytes, begin + nbytes) > len(self._data):
             raise ValueError(f"malformed tensor: {nbytes} bytes at {begin} of {len(self._data)}")
         return memoryview(bytearray(self._data[begin : begin + nbytes]))
 
     def merge(self, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the tensors of the message in their order, given those that are not in the table."""
-        rest, found = iter(others), self.tensors
+        rest, found = iter(others), self._tensors
         return [found[each] if each in found else next(rest) for each in range(len(found) + len(others))]

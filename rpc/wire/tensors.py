@@ -149,15 +149,15 @@ def _encode_many(
 ) -> list[agent_pb2.Tensor]:
     """Does what `encode_tensors` does, with a table of those that can be in one."""
     table = TableWriter()
-    gathered = table.gathered
+    others, gathered = table.take(tensors, made), table.gathered
 
     def put_small(data: memoryview) -> agent_pb2.Payload:
         return gathered.put(data) if 0 < data.nbytes <= MAX_GATHERED_BYTES else put(data)
 
-    messages = [
-        made[index] if index in made else _encode(tensors[index], put_small) for index in table.take(tensors, made)
-    ]
-    return [table.message(put_gathered(gathered)), *messages] if gathered.nbytes else messages
+    messages = [made[index] if index in made else _encode(tensors[index], put_small) for index in others]
+    if gathered.nbytes:
+        messages.insert(0, agent_pb2.Tensor(data=put_gathered(gathered), table=table.table))
+    return messages
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -245,7 +245,7 @@ class Broadcast:
         if position not in self._joined:
             self._joined[position] = gathered, gathered.joined()
         first, data = self._joined[position]
-        return data if first.pieces == gathered.pieces else gathered.joined()
+        return data if first.has_same_source(gathered) else gathered.joined()
 
     def put(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
         """Broadcasts a payload of a message.

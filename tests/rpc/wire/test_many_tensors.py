@@ -1,6 +1,6 @@
 """Messages with many tensors: those that are small travel as a table, with one payload."""
 
-import itertools
+import contextlib
 from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.wire.dtypes import PLAIN_DTYPES
 from gradwire.rpc.wire.gathered import Gathered
 from gradwire.rpc.wire.tensor_table import MAX_GATHERED_BYTES
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
@@ -113,45 +114,122 @@ def test_permuted_tensors_keep_their_strides():
     assert [each.stride() for each in decode(messages, payloads)] == strides
 
 
-TABLE = encode([torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(4), torch.ones(5)])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", sorted(PLAIN_DTYPES, key=str), ids=str)
+def test_every_plain_dtype_is_in_the_table(dtype):
+    values = torch.arange(24, dtype=torch.uint8).to(dtype)
+    tensors = [values.clone(), values[:5].clone(), values[0].clone(), values.view(4, 6).t()]
+    messages, payloads = encode(tensors)
+    assert len(messages) == 1
+    for tensor, other in zip(tensors, decode(messages, payloads), strict=True):
+        assert_same(tensor, other)
+
+
+def test_tensors_of_any_first_size_are_one_group():
+    tensors = [torch.full((rows, 3), float(rows)) for rows in range(1, 50)]
+    (message,), payloads = encode(tensors)
+    assert len(message.table.groups) == 1
+    for tensor, other in zip(tensors, decode([message], payloads), strict=True):
+        assert_same(tensor, other)
+
+
+def test_conjugated_and_negated_ones_arrive_as_their_values():
+    complex_ones = [torch.tensor([1 + 2j, 3 - 4j]) for _ in range(4)]
+    tensors = [*(each.conj() for each in complex_ones), *(torch._neg_view(torch.arange(3.0)) for _ in range(4))]
+    for tensor, other in zip(tensors, decode(*encode(tensors)), strict=True):
+        assert not other.is_conj()
+        assert not other.is_neg()
+        assert torch.equal(tensor, other)
+
+
+def test_a_change_of_one_is_no_change_of_another():
+    """Neither its elements, nor its size, nor its version: by that autograd knows what has changed since."""
+    first, second, *_ = decode(*encode([torch.full((4, 4), 2.0) for _ in range(8)]))
+    weight = torch.ones(4, 4, requires_grad=True)
+    loss = (weight * second).sum()
+    first.add_(1.0)
+    first.resize_(100, 4).fill_(5.0)
+    loss.backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_tensors_without_memory_are_refused():
+    tensors = [torch.ones(8) for _ in range(4)]
+    for nbytes in (0, 16):
+        tensors[2].untyped_storage().resize_(nbytes)
+        with pytest.raises(RuntimeError, match="storage"):
+            encode(tensors)
+
+
+TABLE = encode([torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(4), torch.ones(5), torch.tensor(1.0)])
+ROWS_OF_3, ROWS, PERMUTED, SCALARS = range(4)
+"""The groups of it."""
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("group", "changes"),
     [
-        {"positions": [0, 1, 2]},
-        {"positions": [0, 1, 2, 2]},
-        {"positions": [0, 1, 2, 4]},
-        {"dtypes": [1, 1, 1]},
-        {"dtypes": [1, 1, 1, 999]},
-        {"dtypes": [1, 1, 1, 42]},  # quantized
-        {"dimensions": [2, 2, 1, 9]},
-        {"dimensions": [2, 2, 1, 1 << 31]},
-        {"sizes": [2, 3, 2, 3, 4]},
-        {"sizes": [2, 3, 2, 3, 4, 6]},
-        {"sizes": [2, 3, 2, 3, 4, 0]},
-        {"sizes": [1 << 62, 4, 2, 3, 4, 5]},
-        {"strides": [1]},
-        {"strides": [1, 4]},
-        {"strides": [0, 1]},
-        {"strides": [-1, 2]},
-        {"permuted": [0, 1], "strides": [3, 1, 1 << 62, 1]},
-        {"permuted": [1, 9]},
+        (ROWS, {"positions": [2]}),
+        (ROWS, {"positions": []}),
+        (ROWS, {"positions": [2, 3, 4]}),
+        (ROWS, {"positions": [2, 2]}),
+        (ROWS, {"positions": [2, 5]}),
+        (ROWS, {"positions": [2, 1]}),
+        (ROWS, {"dtype": 999}),
+        (ROWS, {"dtype": 0}),
+        (ROWS, {"dtype": agent_pb2.QINT8}),
+        (ROWS, {"rows": [4]}),
+        (ROWS, {"rows": [4, 0]}),
+        (ROWS, {"rows": [4, 1 << 63]}),
+        (ROWS, {"rows": [1 << 63, 1 << 63]}),
+        (ROWS, {"sizes": [1 << 63] * 63}),
+        (ROWS, {"sizes": [1] * 64}),
+        (ROWS, {"order": [0]}),
+        (ROWS_OF_3, {"sizes": [0]}),
+        (ROWS_OF_3, {"sizes": [1 << 62]}),
+        (PERMUTED, {"sizes": [3]}),
+        (PERMUTED, {"sizes": [3, 2, 1]}),
+        (PERMUTED, {"order": [0, 0]}),
+        (PERMUTED, {"order": [1, 2]}),
+        (PERMUTED, {"order": [1, 0, 2]}),
+        (SCALARS, {"sizes": [1 << 40]}),
+        (SCALARS, {"order": [0]}),
     ],
-    ids=itertools.count(),
 )
-def test_tables_that_contradict_themselves_are_refused(changes):
+def test_tables_that_contradict_themselves_are_refused(group, changes):
     (message,), payloads = TABLE
-    assert len(decode([message], payloads)) == 4
+    assert len(decode([message], payloads)) == 5
     changed = agent_pb2.Tensor.FromString(message.SerializeToString())
-    for name, values in changes.items():
-        changed.table.ClearField(name)
-        getattr(changed.table, name).extend(values)
-    if changes == {"permuted": [1, 9]}:  # of no tensor: ignored
-        assert len(decode([changed], payloads)) == 4
-        return
+    for name, value in changes.items():
+        changed.table.groups[group].ClearField(name)
+        changed.table.groups[group].MergeFrom(agent_pb2.TensorGroup(**{name: value}))
     with pytest.raises(ValueError, match="malformed tensor"):
         decode([changed], payloads)
+
+
+def groups() -> st.SearchStrategy[agent_pb2.TensorGroup]:
+    """Returns any groups, many of which are nearly well-formed."""
+    small = st.integers(0, 4)
+    return st.builds(
+        agent_pb2.TensorGroup,
+        positions=st.lists(small, max_size=3),
+        dtype=st.sampled_from([0, agent_pb2.FLOAT32, agent_pb2.BOOL, agent_pb2.COMPLEX128, agent_pb2.QINT8]),
+        sizes=st.lists(st.integers(0, 4) | st.integers(0, (1 << 64) - 1), max_size=3),
+        rows=st.lists(small, max_size=3) | st.lists(st.integers(0, (1 << 64) - 1), max_size=3),
+        order=st.permutations([0, 1]) | st.lists(small, max_size=3),
+        requires_grad=st.booleans(),
+    )
+
+
+@given(st.lists(groups(), max_size=3), st.binary(max_size=300))
+def test_any_table_has_tensors_or_is_refused(some, payload):
+    message = agent_pb2.Tensor(data=agent_pb2.Payload(local=0), table=agent_pb2.TensorTable(groups=some))
+    tensors: list[torch.Tensor] = []
+    with contextlib.suppress(ValueError):
+        tensors = decode([message], [payload])
+        assert len(tensors) == sum(len(each.positions) for each in some)
+    assert sum(each.nbytes for each in tensors) <= len(payload)
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)
 
 
 def test_parts_of_the_payload_are_copied_once():
