@@ -19,8 +19,9 @@ from ..contracts.pickler import BY_NAME
 from .one_tensor import pickle_small
 from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
 from .script import reduce_script_function, reduce_script_module
-from .small_tensors import reduce_small, storage_address
-from .tensors import check_sendable
+from .shared_tensors import storage_addresses
+from .small_tensors import MAX_SMALL_BYTES, SMALL_TENSOR_COST_BYTES, reduce_small
+from .tensors import check_all_sendable, check_sendable
 from .unpickling import ONE_TENSOR, parameter_placeholder, reference_placeholder, tensor_placeholder
 from .unsendable import explain_failure
 
@@ -178,13 +179,12 @@ class _Extractor:
 
     __slots__ = (
         "_addresses",
-        "_device_map",
         "_owned_ids",
         "_packed",
         "_pickler",
         "_reset_pickler",
+        "_small_bytes_left",
         "_stream",
-        "_with_small",
         "is_reset",
         "parameter_ids",
     )
@@ -204,10 +204,10 @@ class _Extractor:
         self._packed = _NOTHING
         self._owned_ids: set[int] = set()
         """The `id` of each Parameter of a module or optimizer."""
-        self._device_map = NO_DEVICES
-        self._with_small = True
+        self._small_bytes_left = 0
+        """Bytes of small tensors that may still be put into the pickle."""
         self._addresses: set[int] = set()
-        """Of the memory of the tensors so far, if some of them may be in the pickle."""
+        """Of the memory of those that have been."""
         self._stream = io.BytesIO()
         table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
@@ -232,12 +232,15 @@ class _Extractor:
             _SharedMemoryError: tensors share memory, so small ones cannot be in the pickle.
             Exception: whatever pickling the value raises.
         """
-        self._device_map = device_map
-        self._with_small = with_small
+        self._small_bytes_left = MAX_SMALL_BYTES if with_small else 0
         packed = self._packed = Packed()
         self.is_reset = False
         self._pickler.dump(value)
         packed.body = self._stream.getvalue()
+        if packed.tensors:
+            check_all_sendable(packed.tensors, device_map)
+            if self._addresses and not self._addresses.isdisjoint(storage_addresses(packed.tensors)):
+                raise _SharedMemoryError
         if len(packed.body) < SMALL_BODY_BYTES and not (self.parameter_ids or self._owned_ids or self._addresses):
             self.is_reset = True  # as `reset` does
             self._packed = _NOTHING
@@ -262,21 +265,29 @@ class _Extractor:
 
     def is_small(self) -> bool:
         """Returns whether resetting it takes no longer than making another one."""
-        return len(self._pickler.memo.copy()) < MANY_OBJECTS
+        # A tensor is two objects.
+        return 2 * len(self._packed.tensors) < MANY_OBJECTS and len(self._pickler.memo.copy()) < MANY_OBJECTS
 
     def owned_parameters(self) -> AbstractSet[int]:
         """Returns the indices of the Parameters that belong to modules or optimizers."""
         return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if self._with_small and (small := reduce_small(tensor, self._stream.tell())) is not None:
+        if self._small_bytes_left > 0 and (small := reduce_small(tensor)) is not None:
             address, reduced = small
-            self._note_memory(address)
+            if address in self._addresses:
+                raise _SharedMemoryError
+            self._addresses.add(address)
+            self._small_bytes_left -= tensor.nbytes + SMALL_TENSOR_COST_BYTES
             return reduced
-        return tensor_placeholder, (self._extract(tensor),)
+        tensors = self._packed.tensors
+        tensors.append(tensor)
+        return tensor_placeholder, (len(tensors) - 1,)
 
     def _reduce_parameter(self, parameter: nn.Parameter) -> tuple[Any, ...]:
-        index = self._extract(parameter)
+        tensors = self._packed.tensors
+        index = len(tensors)
+        tensors.append(parameter)
         self.parameter_ids[index] = id(parameter)
         reduced = parameter_placeholder, (index, parameter.requires_grad)
         attributes = vars(parameter)
@@ -290,20 +301,6 @@ class _Extractor:
         references = self._packed.references
         references.append(reference)
         return reference_placeholder, (len(references) - 1,)
-
-    def _extract(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor to the message and returns its index. Raises ValueError if it cannot travel."""
-        check_sendable(tensor, self._device_map)
-        if self._with_small and tensor.is_cpu and tensor.layout is torch.strided:
-            self._note_memory(storage_address(tensor))
-        tensors = self._packed.tensors
-        tensors.append(tensor)
-        return len(tensors) - 1
-
-    def _note_memory(self, address: int) -> None:
-        if address in self._addresses:
-            raise _SharedMemoryError
-        self._addresses.add(address)
 
 
 class _SharedMemoryError(Exception):

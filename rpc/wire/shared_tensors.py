@@ -4,20 +4,30 @@ The memory is sent once, and the tensors share it again at the receiver. Tensors
 are sent one by one: autograd at the receiver would not know that a change in place of one of them changes others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from operator import attrgetter, mul, sub
 
 import torch
 
 from ...proto.v1 import agent_pb2
 from .strides import MAX_DIMENSIONS, has_no_gaps, span
 
-__all__ = ["find_shared", "restore_shared"]
+__all__ = ["find_shared", "restore_shared", "storage_addresses"]
 
 _NONE: Mapping[int, agent_pb2.SharedMemory] = {}
 
 _storage, _address = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
+_first_element, _storage_offset = torch.Tensor.data_ptr, torch.Tensor.storage_offset
+_itemsize = attrgetter("itemsize")
+
+
+def storage_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    """Returns where the memory is of those tensors that are dense and on the CPU."""
+    dense = [each for each in tensors if each.is_cpu and each.layout is torch.strided]
+    # Not by their storages: some have none.
+    return map(sub, map(_first_element, dense), map(mul, map(_storage_offset, dense), map(_itemsize, dense)))
 
 
 def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Mapping[int, agent_pb2.SharedMemory]:

@@ -19,28 +19,25 @@ from .strides import MAX_DIMENSIONS
 __all__ = [
     "MAX_SMALL_BYTES",
     "MAX_TINY_BYTES",
+    "SMALL_TENSOR_COST_BYTES",
     "contiguous_address",
     "copy_bytes",
     "reduce_small",
     "small_address",
     "small_tensor",
-    "storage_address",
 ]
 
 MAX_SMALL_BYTES = 64 << 10
-"""Bytes of the largest small tensor, and of a pickle that small tensors are still put into."""
+"""Bytes of the largest small tensor, and of all that are put into one pickle: others are copied fewer times."""
+
+SMALL_TENSOR_COST_BYTES = 2 << 10
+"""What each counts with besides its bytes: copying so many takes as long as the calls for one that is pickled."""
 
 MAX_TINY_BYTES = 4 << 10
-"""Bytes of the largest tensor that is put into any pickle. Many larger ones are copied fewer times beside it."""
+"""Bytes of the largest tensor that is copied into a bytes object: for more, other operations take less time."""
 
 _SmallBytes = ctypes.c_char * MAX_SMALL_BYTES
 """One type for all sizes, because ctypes takes long to make a type."""
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Returns the address of the storage of a dense tensor on the CPU; 0 if it has no memory."""
-    address: int = tensor.data_ptr()
-    return address and address - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def small_address(tensor: torch.Tensor, max_bytes: int) -> int:
@@ -73,17 +70,16 @@ def contiguous_address(tensor: torch.Tensor, nbytes: int) -> int:
     return tensor.data_ptr()
 
 
-def reduce_small(tensor: torch.Tensor, pickled_bytes: int) -> tuple[int, tuple[Any, ...]] | None:
+def reduce_small(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]] | None:
     """Returns how to pickle a tensor if it is small; it has to stay alive until it is pickled.
 
     Args:
         tensor: a tensor of exactly the class torch.Tensor.
-        pickled_bytes: bytes of the pickle so far.
 
     Returns:
         The address of the storage of the tensor, and what `__reduce__` returns; None if it is not small.
     """
-    address = small_address(tensor, MAX_SMALL_BYTES if pickled_bytes < MAX_SMALL_BYTES else MAX_TINY_BYTES)
+    address = small_address(tensor, MAX_SMALL_BYTES)
     if not address:
         return None
     data: bytes | pickle.PickleBuffer

@@ -7,6 +7,7 @@ does, is sent as it is in memory: an element that it has several times is sent o
 import math
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import lru_cache
 
 import torch
 
@@ -87,7 +88,8 @@ def has_no_gaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return span(sizes, strides) == math.prod(sizes) and memory_of(sizes, strides) is Memory.PLAIN
 
 
-def count_sent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+@lru_cache(maxsize=1024)
+def count_sent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Returns how many elements are sent of a tensor.
 
     Args:
@@ -122,7 +124,7 @@ def restore_strides(flat: torch.Tensor, sizes: Sequence[int], strides: Sequence[
         or min(strides) < 0
         or math.prod(sizes) * flat.itemsize > MAX_BYTES
         or (memory := memory_of(sizes, strides)) not in (Memory.PLAIN, Memory.WINDOWS)
-        or flat.numel() != count_sent(sizes, strides)
+        or flat.numel() != count_sent(tuple(sizes), tuple(strides))
     ):
         raise ValueError(f"malformed tensor: strides {tuple(strides)} for shape {tuple(sizes)}")
     if memory is Memory.WINDOWS:

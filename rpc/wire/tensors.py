@@ -34,6 +34,7 @@ from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, TableReader, TableWri
 __all__ = [
     "UnmappedDeviceError",
     "bytes_of",
+    "check_all_sendable",
     "check_sendable",
     "decode_tensors",
     "encode_tensors",
@@ -47,7 +48,10 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
-_is_contiguous, _is_meta, _nbytes = torch.Tensor.is_contiguous, attrgetter("is_meta"), attrgetter("nbytes")
+# For `map`, which takes a third of the time of a loop in Python.
+_is_contiguous, _dim = torch.Tensor.is_contiguous, torch.Tensor.dim
+_dtype, _layout, _nbytes = attrgetter("dtype"), attrgetter("layout"), attrgetter("nbytes")
+_is_cpu, _is_meta, _is_nested = attrgetter("is_cpu"), attrgetter("is_meta"), attrgetter("is_nested")
 
 _NOTHING: Mapping[int, agent_pb2.Tensor] = {}
 
@@ -106,6 +110,20 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
             ) from None
         if tensor.dtype is torch.qint32 and scheme is torch.per_channel_affine_float_qparams:
             raise ValueError("it is a tensor of qint32 with zero points that are floats: give them as integers")
+
+
+def check_all_sendable(tensors: Sequence[torch.Tensor], device_map: DeviceMap) -> None:
+    """Checks each of the tensors of a message as `check_sendable` does."""
+    if (
+        len(tensors) < MIN_TENSORS
+        or not all(map(_is_cpu, tensors))
+        or set(map(_layout, tensors)) != {torch.strided}
+        or not set(map(_dtype, tensors)) <= PLAIN_DTYPES
+        or any(map(_is_nested, tensors))
+        or max(map(_dim, tensors)) > MAX_DIMENSIONS
+    ):
+        for tensor in tensors:
+            check_sendable(tensor, device_map)
 
 
 def encode_tensors(

@@ -99,7 +99,7 @@ def test_tensors_without_a_device_map(workers):
             rpc.rpc_sync("worker1", torch.zeros, (20_000,))
 
     def as_if_on_a_gpu():
-        serialization.check_sendable = Mock(side_effect=UnmappedDeviceError(CUDA0))
+        serialization.check_all_sendable = Mock(side_effect=UnmappedDeviceError(CUDA0))
 
     b.run(as_if_on_a_gpu)
     a.run(ask)

@@ -74,14 +74,20 @@ def test_others_are_beside_the_pickle(tensor):
     assert len(Packer().pack(tensor, "the value").tensors) == 1
 
 
-@pytest.mark.parametrize(("nbytes", "inside"), [(MAX_TINY_BYTES, range(100, 101)), (MAX_SMALL_BYTES, range(1, 4))])
-def test_only_tiny_ones_are_added_to_a_large_pickle(nbytes, inside):
+@pytest.mark.parametrize(("nbytes", "inside"), [(4, 32), (MAX_TINY_BYTES, 11), (MAX_SMALL_BYTES, 1)])
+def test_only_the_first_ones_are_in_the_pickle(nbytes, inside):
     tensors = [torch.full((nbytes // 4,), float(number)) for number in range(100)]
     packed = Packer().pack(tensors, "the value")
-    found = 100 - len(packed.tensors)
-    assert found in inside
+    assert 100 - len(packed.tensors) == inside
     unpacked = unpickle(packed.body, packed.tensors, [])
     assert all(map(torch.equal, unpacked, tensors))
+
+
+def test_one_beside_it_may_share_memory_with_one_in_it():
+    matrix = torch.arange(12.0).view(3, 4)
+    for value in ([matrix[0], torch.ones(20_000), matrix.t()], [torch.ones(20_000), matrix.t(), matrix[0]]):
+        packed = Packer().pack(value, "the value")
+        assert len(packed.tensors) == len(value)
 
 
 def test_tensors_that_share_memory_are_beside_it():
@@ -100,6 +106,7 @@ def test_a_tensor_without_memory_is_an_error():
     shrunk.untyped_storage().resize_(8)
     for tensor in (gone, shrunk, torch._efficientzerotensor(4)):
         assert len(Packer().pack(tensor, "the value").tensors) == 1  # which encoding refuses
+        assert len(Packer().pack([torch.ones(2), tensor], "the value").tensors) == 1
 
 
 @pytest.mark.parametrize(
