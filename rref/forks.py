@@ -81,6 +81,8 @@ class References(ReferenceExtension):
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
+        self._releases = False
+        """Whether a thread has begun to wait until all forks are deleted."""
         """Notified when the owner of a dropped fork has removed it."""
         self._is_closed = False
         self._creating: set[GlobalId] = set()
@@ -366,9 +368,10 @@ class References(ReferenceExtension):
             self.agent.control.run(partial(self._remove_fork, fork), urgent=False)
 
     def _remove_fork(self, fork: Fork) -> None:
-        with self._fork_deleted:
-            self.forks.discard(fork)
-            self._fork_deleted.notify_all()
+        self.forks.discard(fork)
+        if self._releases:  # in this order: `release_all` looks at the forks after it has set this
+            with self._fork_deleted:
+                self._fork_deleted.notify_all()
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         value, fork_id = GlobalId.pair_from_payload(payload)
@@ -393,6 +396,7 @@ class References(ReferenceExtension):
         for fork in list(self.forks):
             fork.lease = None
         with self._fork_deleted:
+            self._releases = True
             if not wait_interruptibly(
                 self._fork_deleted.wait_for, lambda: self._is_closed or not self.forks, timeout
             ):

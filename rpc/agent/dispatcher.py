@@ -105,7 +105,7 @@ class Dispatcher:
         if not announced and envelope.HasField("control") and self._control.receive(source, envelope):
             if kind == CONTROL:
                 self._executor.submit(self._control.process, source)
-            elif kind in ANSWERS:
+            elif kind in ANSWERS or kind == CANCEL:
                 self._control.process_later(source)
             # else whoever serves the request does it first
         if kind == CONTROL:

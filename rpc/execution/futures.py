@@ -179,8 +179,10 @@ class Future(torch.futures.Future[T]):
     def _discard(self, waiter: Wakeable) -> None:
         """Wakes this thread no longer, which has read the answer itself."""
         if waiter in self._waiters:
-            with contextlib.suppress(ValueError):  # another thread has taken it, because the call has failed
+            try:  # noqa: SIM105 - in each call, and `suppress` makes three more
                 self._waiters.remove(waiter)
+            except ValueError:  # another thread has taken it, because the call has failed
+                pass
 
     def check_completable(self) -> None:
         """Raises NotInitializedError in a forked child, in which an inherited future is never done."""

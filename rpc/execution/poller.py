@@ -243,8 +243,10 @@ class Poller:
         source.end_reading()  # first: a thread that finds it held leaves the descriptor alone
         handler = self._on_ready.get(source.descriptor)
         if handler is not None and handler[0] == source.on_readable:
-            with contextlib.suppress(OSError, ValueError):  # it has been closed just now, or the poller has
+            try:  # noqa: SIM105 - in each call, and `suppress` makes three more
                 self._epoll.modify(source.descriptor, handler[1] | select.EPOLLONESHOT)
+            except (OSError, ValueError):  # it has been closed just now, or the poller has
+                pass
 
     def forbid_waits_here(self) -> None:
         """Has waits of the calling thread, that of the event loop, raise instead of hanging."""

@@ -229,28 +229,26 @@ class ControlStream:
 
         Args:
             run: runs the handler of a message.
-            kinds: only those before the first one of another kind; None for all.
+            kinds: only those before the first one of another kind; then it is called again, without this. None for
+                all.
         """
-        while self._has_next(kinds) and self._processing.acquire(blocking=False):
+        arrived = self._arrived
+        while arrived and self._processing.acquire(blocking=False):
             try:
-                while self._has_next(kinds):
-                    message = self._arrived.popleft()
+                while arrived and len(self._failures) < MAX_KEPT_FAILURES:
+                    if kinds is not None and arrived[0].kind not in kinds:
+                        return
+                    message = arrived.popleft()
                     failure = run(message)
                     with self._lock:
                         self._arrived_bytes -= len(message.pickled)
                         if failure is not None:
                             self._failures[self._processed] = failure
                         self._processed += 1
+                if arrived:
+                    return  # until the peer knows of some failures
             finally:
                 self._processing.release()
-
-    def _has_next(self, kinds: Collection[str] | None) -> bool:
-        if not self.has_arrived:
-            return False
-        try:
-            return kinds is None or self._arrived[0].kind in kinds
-        except IndexError:  # another thread has taken it
-            return False
 
     def begin_wait(self) -> None:
         """Notes when what waits began to."""

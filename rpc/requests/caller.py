@@ -83,6 +83,7 @@ class Caller:
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
         self.unanswered = Unanswered()
+        self._kept = self.unanswered.kept
         self._codec = codec
         self._network = network
         self._maps_devices = codec.maps_devices
@@ -487,8 +488,8 @@ class Caller:
         identifier = envelope.id
         self._arrived.discard(identifier)
         call = self.in_flight.pop(identifier, None)
-        if self.unanswered.kept:
-            self.unanswered.drop(identifier)
+        if self._kept:
+            self._kept.pop(identifier, None)
         try:
             self.flow_control.release(source.wire_id, identifier)
             if envelope.type == ERROR:
@@ -515,11 +516,11 @@ class Caller:
         if call is not None and call.worker.wire_id != source.wire_id:
             raise ValueError(f"worker {source.name!r} confirms a request to another worker")
         call = self.in_flight.pop(identifier, None)
-        self.unanswered.take_orphan(source, identifier)
-        self.unanswered.drop(identifier)
+        self._kept.pop(identifier, None)
         self.flow_control.release(source.wire_id, identifier)
         if call is None:
-            return  # it has failed meanwhile
+            self.unanswered.take_orphan(source, identifier)  # it has failed meanwhile
+            return
         if call.future.has_callbacks:
             self._executor.submit(call.succeed, None)
         else:

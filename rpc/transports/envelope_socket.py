@@ -7,7 +7,6 @@ tell (segments.py). A frame of kind END ends a direction: the sender leaves in o
 import concurrent.futures
 import contextlib
 import logging
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -240,7 +239,8 @@ class EnvelopeSocket:
                 if self._segments is None:
                     data = self._connection.recv(READ_BYTES)
                 else:
-                    data, rights, _, _ = cast("socket.socket", self._connection).recvmsg(*RECVMSG_ARGS)
+                    connection: Any = self._connection  # a TlsSocket has no descriptors
+                    data, rights, _, _ = connection.recvmsg(*RECVMSG_ARGS)
                     if rights:
                         reader.add_descriptors(rights)
                 has_ended = reader.take(data)
