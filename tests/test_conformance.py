@@ -2,13 +2,15 @@
 
 import functools
 import re
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 from tests.certificates import TOKEN
-from tests.conformance.fork_server import Outcome
+from tests.conformance.fork_server import Outcome, form_groups_together
 from tests.conformance.report import Report
 from tests.conformance.suites import gpus_needed
 
@@ -65,6 +67,37 @@ def test_the_workers_of_a_test_that_fails_are_heard(conformance):
     assert "RuntimeError not raised" in done.stdout  # the worker's traceback
     assert done.returncode == 0  # this one is excepted
     assert "excepted  RpcTest.test_shutdown_errors: The test replaces" in done.stdout
+
+
+def test_no_worker_leaves_init_process_group_before_all_have_their_group(workers, tmp_path):
+    """The second worker notes its group when the first one has begun to wait for it, or has not waited."""
+
+    def first_to(does: str) -> str:
+        """Notes what the first worker does, unless something is noted; returns what is."""
+        return events().compare_set("first", "", does).decode()
+
+    def events() -> dist.Store:
+        return dist.FileStore(f"{tmp_path}/events")
+
+    def form_group(rank: int, function: str, before) -> None:
+        form_groups_together()
+        called = getattr(dist.distributed_c10d, function)
+
+        def call(*args):
+            before()
+            return called(*args)
+
+        with mock.patch.object(dist.distributed_c10d, function, call):
+            dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=rank, world_size=2)
+
+    def wait_first() -> str:
+        form_group(0, "_store_based_barrier", lambda: first_to("wait"))
+        return first_to("leave")
+
+    a, b = workers(2)
+    does = a.start(wait_first)
+    b.run(form_group, 1, "_update_default_pg", lambda: events().wait(["first"]))
+    assert does.result() == "wait"
 
 
 def test_a_report_is_good_when_only_exceptions_fail():

@@ -26,7 +26,7 @@ import torch
 
 from .suites import Module, load
 
-__all__ = ["Outcome", "TestRun", "run_module"]
+__all__ = ["Outcome", "TestRun", "form_groups_together", "run_module"]
 
 KILL_AFTER_S = 30.0
 """Seconds after torch's own time limit, which prints the workers' stacks, until a test is killed."""
@@ -97,6 +97,7 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
         importlib.import_module("torch.testing._internal.common_device_type")  # which every test imports
     _fork_instead_of_spawn()
     _keep_process_groups()
+    form_groups_together()
     gc.collect()
     gc.freeze()
     waiting = [name for name in tests if not run.words or any(word in name for word in run.words)]
@@ -185,6 +186,16 @@ def _fork_instead_of_spawn() -> None:
         self._start_processes(_forking.Process)
 
     MultiProcessTestCase._spawn_processes = fork
+
+
+def form_groups_together() -> None:
+    """Has workers leave `init_process_group` and `new_group` when all of them have the group, not only they.
+
+    torch's tests call workers right after their own `init_process_group`, and those that run by then form groups.
+    A worker that is called before it has noted its default group cannot, and the others wait for it, whatever the
+    RPC agent. torch had this barrier once, and still has it for those who ask for it.
+    """
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
 
 
 def _keep_process_groups() -> None:
