@@ -5,8 +5,8 @@ reads it, and runs what has arrived itself: no other thread has to be woken for 
 another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
 has read, because two threads that run short Python functions hold each other up; and it looks at the socket again
 before it waits in epoll. The waiting thread then is a watcher: it looks every one to eight milliseconds, and takes
-over the socket and what has not begun to run if a function takes longer. A function that waits for another call
-gives up the socket at once.
+over the socket and what has not begun to run if a function takes longer. So the last watcher does not end while
+there is something to watch. A function that waits for another call gives up the socket at once.
 
 A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
 make progress: a thread that waits for another call does not count, and another thread is started in its place.
@@ -400,7 +400,9 @@ class Executor:
     def _should_end(self, *, is_idle: bool) -> bool:
         """Returns whether this thread, which has nothing to run, should end. Called with the lock."""
         is_surplus = is_idle or self._polling > max(self._size, MIN_THREADS)
-        if not self._closed and (self.here.stays or not is_surplus or has_children_of_thread()):
+        # The last watcher goes on: threads that run functions count on it, and those that sleep do not look.
+        is_needed = not self._watchers and self._must_watch()
+        if not self._closed and (self.here.stays or not is_surplus or is_needed or has_children_of_thread()):
             return False
         self._threads -= 1
         self._polling -= 1

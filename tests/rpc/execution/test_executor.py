@@ -2,14 +2,16 @@
 
 import ctypes
 import signal
+import socket
 import subprocess
 import threading
 from functools import partial
 
 import pytest
 from gradwire.rpc.execution import executor as executor_module
-from gradwire.rpc.execution import stalls
+from gradwire.rpc.execution import stalls, watching
 from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.execution.poller import READABLE
 
 from tests.remote_functions import wait_until
 
@@ -103,6 +105,52 @@ def test_surplus_threads_end(executor):
     resume.set()
     wait_until(lambda: executor.threads <= 2)
     wait_until(lambda: sum(thread.is_alive() for thread in threads) <= 2)
+
+
+def test_the_last_watcher_does_not_end(monkeypatch):
+    """A function waits for the next message of a socket that its thread keeps, and the one watcher is surplus."""
+    monkeypatch.setattr(executor_module, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(watching, "WATCH_FOR_S", 60.0)  # so that the thread that finds the socket busy watches
+    executor = Executor(2, "test-watcher")
+    blocked = [start_blocked_tasks(executor, 1, declared=True) for _ in range(3)]
+    for _, started in blocked:
+        assert started.acquire(timeout=30)
+    is_watching, resume, is_running, done = (threading.Event() for _ in range(4))
+    busy, busy_end = socket.socketpair()
+    ours, theirs = socket.socketpair()
+
+    def on_busy() -> bool:
+        if executor.poller.is_busy:
+            is_watching.set()
+            assert resume.wait(30)
+            return False
+        return True
+
+    def run_first() -> None:
+        is_running.set()
+        assert done.wait(30)
+
+    def on_message() -> bool:
+        executor.submit(run_first if ours.recv(1) == b"1" else done.set)
+        return True
+
+    with busy, busy_end, ours, theirs:
+        busy_end.send(b"x")
+        executor.watch(busy.fileno(), READABLE, on_busy)
+        assert is_watching.wait(30)
+        # The last one first, which does not stay: it would end if it found the others waiting.
+        for count, (release, _) in enumerate(reversed(blocked), 2):
+            release.set()
+            wait_until(lambda count=count: executor.idle == count)
+        executor.watch(ours.fileno(), READABLE, on_message)
+        theirs.send(b"1")
+        assert is_running.wait(30)
+        resume.set()
+        theirs.send(b"2")
+        is_done = done.wait(10)
+        done.set()
+        assert executor.close(10)
+    assert is_done
 
 
 def start_tied_child() -> subprocess.Popen:
