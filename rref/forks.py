@@ -263,8 +263,8 @@ class References(ReferenceExtension):
             entry.fail(error)
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
-        identifier = GlobalId(reference.worker_id, reference.number)
-        fork_id = GlobalId(sender.wire_id, reference.fork)
+        identifier = GlobalId((reference.worker_id, reference.number))
+        fork_id = GlobalId((sender.wire_id, reference.fork))
         accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"

@@ -198,7 +198,7 @@ def _require_attribute(identifier: tuple[int, int], name: str) -> None:
 
 
 def _value(identifier: tuple[int, int]) -> Any:
-    return references_of(current_agent()).entry(GlobalId(*identifier)).value()
+    return references_of(current_agent()).entry(GlobalId(identifier)).value()
 
 
 _METHOD_CALLS = (_call_method_by_id, _call_method_by_id_guarded, call_method, _call_method_guarded)

@@ -144,7 +144,7 @@ class PassedOn:
 
     def _forks_in(self, message: Outgoing) -> list[GlobalId]:
         worker = self._agent.info.wire_id
-        return [GlobalId(worker, reference.fork) for reference in message.envelope.references]
+        return [GlobalId((worker, reference.fork)) for reference in message.envelope.references]
 
     # Control messages.
 

@@ -98,7 +98,7 @@ class ValueServer:
             RRefError: the value exists already.
         """
         created, source = message.envelope.created, message.source.wire_id
-        identifier, fork = GlobalId.from_proto(created), GlobalId(source, created.fork)
+        identifier, fork = GlobalId.from_proto(created), GlobalId((source, created.fork))
         if identifier.worker != source or created.owner != self._agent.info.wire_id:
             raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
         if source != self._agent.info.wire_id:

@@ -349,7 +349,7 @@ class Executor:
                     self._polling -= 1
                 elif (self._closed or is_idle or self._polling > self._size) and self._should_end(is_idle=is_idle):
                     break
-                watches = task is None and self._watchers < MAX_WATCHERS and self._must_watch()
+                watches = task is None and self._watchers < MAX_WATCHERS and (leaves or self._must_watch())
                 self._watchers += watches
                 taken = self._taken
                 is_missing = (

@@ -96,9 +96,8 @@ class ControlStreams:
         """Ends the control thread; messages that are not acknowledged are dropped."""
         self._scheduler.close(CLOSE_TIMEOUT_S)
 
-    def _stream(self, worker: WorkerInfo) -> ControlStream:
-        stream = self._streams.get(worker.wire_id)
-        return stream if stream is not None else self._streams.setdefault(worker.wire_id, ControlStream(worker))
+    def _add_stream(self, worker: WorkerInfo) -> ControlStream:
+        return self._streams.setdefault(worker.wire_id, ControlStream(worker))
 
     # Sending.
 
@@ -113,7 +112,9 @@ class ControlStreams:
         urgent: bool = True,
     ) -> None:
         """Sends a message: see `ControlMessages.send`."""
-        stream = self._stream(worker)
+        stream = self._streams.get(worker.wire_id)
+        if stream is None:
+            stream = self._add_stream(worker)
         message = agent_pb2.ControlMessage(kind=kind)
         sent = Unacknowledged(message, 0, done, expected, urgent)
         try:
@@ -204,7 +205,9 @@ class ControlStreams:
         Returns:
             Whether there are other messages: `process` or `process_later` is to follow.
         """
-        stream = self._stream(source)
+        stream = self._streams.get(source.wire_id)
+        if stream is None:
+            stream = self._add_stream(source)
         try:
             settled = stream.receive(envelope.control)
         except LimitReachedError as error:
@@ -214,7 +217,7 @@ class ControlStreams:
             stream.process(partial(self._run, source), self._quick_kinds)
         if settled:
             self._scheduler.submit(partial(self._settle_each, stream, settled), urgent=False)
-        if stream.waits and source.wire_id not in self.waiting:
+        if source.wire_id not in self.waiting and stream.waits:
             self._wait(stream)
         return stream.has_arrived
 
@@ -224,9 +227,9 @@ class ControlStreams:
 
     def process(self, source: WorkerInfo) -> None:
         """Processes the messages of a worker that have arrived."""
-        stream = self._stream(source)
+        stream = self._streams[source.wire_id]
         stream.process(partial(self._run, source))
-        if stream.waits and source.wire_id not in self.waiting:
+        if source.wire_id not in self.waiting and stream.waits:
             self._wait(stream)
 
     def _run(self, source: WorkerInfo, message: agent_pb2.ControlMessage) -> bytes | None:

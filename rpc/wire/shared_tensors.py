@@ -6,7 +6,6 @@ are sent one by one: autograd at the receiver would not know that a change in pl
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from operator import attrgetter, mul, sub
 
 import torch
@@ -39,9 +38,11 @@ def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Ma
         tensors: all tensors of a message.
         leaves: indices of tensors that require grad but arrive as autograd leaves.
     """
-    with suppress(RuntimeError):  # of a tensor without a storage, as a sparse one
+    try:
         if len(set(map(_address, map(_storage, tensors)))) == len(tensors):  # the way of nearly all messages
             return _NONE
+    except RuntimeError:  # of a tensor without a storage, as a sparse one
+        pass
     by_memory: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if (not tensor.requires_grad or index in leaves) and _is_plain(tensor) and tensor.numel():

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from operator import attrgetter
 from typing import TypeVar
 
@@ -240,9 +239,11 @@ def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the bytes that are sent of tensors; memory that they share is counted for each of them."""
-    with suppress(RuntimeError):  # of a tensor without strides, as a sparse one
+    try:
         if all(map(_is_contiguous, tensors)) and not any(map(_is_meta, tensors)):  # the way of nearly all messages
             return sum(map(_nbytes, tensors))
+    except RuntimeError:  # of a tensor without strides, as a sparse one
+        pass
     return sum(
         (_dense_bytes(tensor) if tensor.layout is torch.strided else bytes_of(_components(tensor)))
         for tensor in tensors

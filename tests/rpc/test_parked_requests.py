@@ -26,7 +26,7 @@ MAX_THREADS = 60
 def promise(number: int) -> rpc.RRef[Any]:
     """Returns a reference to a value of worker1 that this worker says it will make, and never does."""
     agent = current_agent()
-    value, fork = GlobalId(agent.info.id, 1_000_000 + number), GlobalId(agent.info.id, 2_000_000 + number)
+    value, fork = GlobalId((agent.info.id, 1_000_000 + number)), GlobalId((agent.info.id, 2_000_000 + number))
     references: Any = agent.extension(References)
     references._creating.add(value)
     return rpc.RRef._of(UserHandle(agent, Fork(value, fork, agent.worker("worker1"), lease=references)))

@@ -82,7 +82,7 @@ def test_no_early_delete_and_no_leak(agents, seed):
 def test_asking_for_a_value_that_has_been_deleted_meanwhile_is_no_failure(agents, caplog):
     """The owner asks whether a value will be created that has been created and deleted meanwhile."""
     creator, owner = agents(2)
-    identifier = GlobalId(creator.info.id, 1000)
+    identifier = GlobalId((creator.info.id, 1000))
     owner.extension(References).values.ask_creator(OwnedValue(identifier))
     wait_until(lambda: owner.control.pending() == 0)
     assert not caplog.records
@@ -90,7 +90,7 @@ def test_asking_for_a_value_that_has_been_deleted_meanwhile_is_no_failure(agents
 
 def test_waiting_for_a_value_that_will_not_be_created_fails(agents, caplog):
     creator, owner = agents(2)
-    entry = owner.extension(References).entry(GlobalId(creator.info.id, 1000))
+    entry = owner.extension(References).entry(GlobalId((creator.info.id, 1000)))
     with pytest.raises(RRefError, match="is gone: 'agent1' has deleted the value"):
         entry.wait(60)
     wait_until(lambda: "a message names a value that will not be created: reference" in caplog.text)
@@ -105,7 +105,7 @@ def test_a_thread_gives_way_to_another_one_only_for_a_value_that_is_not_there():
         entry.resolve("value")
         yield
 
-    entry = OwnedValue(GlobalId(1, 1))
+    entry = OwnedValue(GlobalId((1, 1)))
     assert entry.wait(60, blocking) == "value"
     assert entry.wait(60, blocking) == "value"
     assert len(given_way) == 1

@@ -67,7 +67,7 @@ def test_a_fork_is_accepted_by_whom_it_was_made_for(agents):
     owner, user, third = agents(3)
     with holder.using(owner):
         rref = rpc.RRef(1)
-    fork = GlobalId(user.info.id, 77)
+    fork = GlobalId((user.info.id, 77))
     references(user)._passed_on.add(fork, rref._handle, owner.info.id)
     error = tell(third, user, "rref.accept", tuple(fork))
     assert isinstance(error, RRefError)
@@ -84,7 +84,7 @@ def test_nothing_is_kept_of_values_of_unknown_creators(agents, worker):
         assert isinstance(error, RRefError)
         assert f"there is no worker {worker}" in str(error)
         if 0 <= worker < 1 << 32:  # else it is no id on the wire
-            named = partial(name_needed, [GlobalId(worker, number)])
+            named = partial(name_needed, [GlobalId((worker, number))])
             with pytest.raises(RRefError, match="there is no worker"):
                 user.request(owner.info, Request(MessageType.RREF_FETCH, None, header=named)).wait()
     assert not any(table_of(owner).values())
@@ -95,10 +95,10 @@ def test_values_that_are_named_before_their_creation_are_bounded(agents, monkeyp
     owner, user, creator = agents(3)
     table = references(owner).table
     for number in range(4):
-        table.add_fork(GlobalId(creator.info.id, 1000 + number), GlobalId(1, number), user.info.id)
+        table.add_fork(GlobalId((creator.info.id, 1000 + number)), GlobalId((1, number)), user.info.id)
     with pytest.raises(RRefError, match="too many references of worker 2"):
-        table.add_fork(GlobalId(creator.info.id, 2000), GlobalId(1, 9), user.info.id)
-    table.add_fork(GlobalId(user.info.id, 2000), GlobalId(1, 9), user.info.id)
+        table.add_fork(GlobalId((creator.info.id, 2000)), GlobalId((1, 9)), user.info.id)
+    table.add_fork(GlobalId((user.info.id, 2000)), GlobalId((1, 9)), user.info.id)
     assert len(table) == 5
     table.clear(RRefError("the test is over"))
 
