@@ -102,7 +102,11 @@ def measure() -> Figures:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except FileNotFoundError:
             continue  # that of the listing itself
-        kind = "fd " + (target.partition(":")[0] if ":" in target else "memfd" if "memfd" in target else "file")
+        kind = "memfd" if "memfd" in target else "file"
+        if ":" in target:  # as socket:[77], anon_inode:[eventfd]
+            name, _, inode = target.partition(":")
+            kind = inode.strip("[]") if name == "anon_inode" else name
+        kind = f"fd {kind}"
         figures[kind] = figures.get(kind, 0) + 1
     figures["MiB"] = process.memory_info().rss >> 20
     figures["children"] = len(process.children())
