@@ -111,20 +111,16 @@ class GrpcAgent(RpcAgent):
             options.flow_control,
             factories.deadlines,
         )
-        self._calls, nesting = self._caller.counter, self._caller.flow_control.nesting
-        self._nesting = nesting
+        self._calls, self._nesting = self._caller.counter, self._caller.flow_control.nesting
         self._multi_sender = MultiSender(
             self._caller, self._codec, self._network, self._extensions, self._executor
         )
         self._received = ReceivedRequests(options.flow_control)
         self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
         self._server = Server(
-            info,
             self._codec,
-            self._extensions,
+            self._caller.parts,
             self._executor,
-            self._calls,
-            nesting,
             self._received,
             self._served,
             PostponedRequests(options.flow_control, self._network),

@@ -27,8 +27,8 @@ __all__ = ["ControlStreams"]
 
 ATTACH_AFTER_S = 0.0005
 """Seconds that control messages wait for others of their kind, before another message takes them along. A header
-costs more than a message in it, so not each call should have one; but a call that brings those of 4 ms takes 0.5 ms
-longer than others."""
+costs more than a message in it, so not each call should have one; but a call that brings those of 4 ms takes
+0.5 ms longer than others."""
 
 MAX_FAILURE_BYTES = 8 << 10
 """Bytes of the error of a handler that is told."""

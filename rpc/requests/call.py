@@ -56,9 +56,9 @@ _UNSENT = frozenset({State.NEW, State.QUEUED, State.POSTPONED, State.PAUSED})
 @final
 @dataclass(frozen=True, slots=True)
 class CallParts:
-    """What the calls of one agent share.
+    """What the calls of one agent share, those of this worker and those of others.
 
-    extensions: are told of their ends.
+    extensions: have the handlers, and are told of the ends of calls.
     counter: counts users' calls in flight.
     nesting: how deep the calls are that this thread makes.
     """

@@ -90,7 +90,7 @@ class Caller:
         self._extensions = extensions
         self._executor = executor
         self._nesting = self.flow_control.nesting
-        self._parts = CallParts(extensions, self.counter, self._nesting)
+        self.parts = CallParts(extensions, self.counter, self._nesting)
         self._ids = itertools.count(1)
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
@@ -127,7 +127,7 @@ class Caller:
         packed = self._codec.pack_request(request, worker, device_map)
         repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
         handler = self._extensions.handlers[request.kind]
-        call = Call(self._parts, worker, handler, timeout, self._nesting.depth, repeats)
+        call = Call(self.parts, worker, handler, timeout, self._nesting.depth, repeats)
         self._start(call, request, packed, device_map)
         return call.future
 
@@ -137,7 +137,7 @@ class Caller:
         packed = self._codec.pack_request(request, worker, device_map)
         repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
         handler = self._extensions.handlers[request.kind]
-        call = Call(self._parts, worker, handler, timeout, self._nesting.depth, repeats)
+        call = Call(self.parts, worker, handler, timeout, self._nesting.depth, repeats)
         try:
             waiter = self._begin(call, request, packed, device_map, blocks=False)
             if waiter is not None:
@@ -167,7 +167,7 @@ class Caller:
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
         """
-        call = Call(self._parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        call = Call(self.parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
         self._start(call, request, packed, device_map, broadcast)
         return call.future
 

@@ -36,11 +36,10 @@ from ..contracts.messages import (
 )
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..peers.flow_control import Nesting
 from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from ..peers.received_requests import ReceivedRequests
+from .call import CallParts
 from .codec import Codec
-from .extensions import Extensions
 from .served_call import CallKey, ServedCall, ServedState
 from .served_calls import NotBegun, ServedCalls
 from .stats import CallCounter
@@ -56,12 +55,9 @@ class Server:
 
     def __init__(
         self,
-        me: WorkerInfo,
         codec: Codec,
-        extensions: Extensions,
+        parts: CallParts,
         executor: Executor,
-        counter: CallCounter,
-        nesting: Nesting,
         received: ReceivedRequests,
         calls: ServedCalls,
         postponed: PostponedRequests,
@@ -69,12 +65,10 @@ class Server:
         """Makes the server of one agent.
 
         Args:
-            me: this worker.
             codec: decodes requests and encodes answers.
-            extensions: have the handlers, and hooks.
+            parts: the extensions, which have the handlers; counts what is served; and is told how deep the calls
+                are that the handlers make.
             executor: runs the handlers.
-            counter: counts users' calls in flight.
-            nesting: is told how deep the calls are that the handlers make.
             received: is told of requests that begin to run.
             calls: the users' requests that have not begun to run, or are to be answered later.
             postponed: postpones the calls of workers for which too much is queued.
@@ -83,12 +77,10 @@ class Server:
         """The requests that have not begun to run, and those that are to be answered later."""
         self.answering = CallCounter()
         """Those of the latter whose answer is known and has not been sent."""
-        self._me = me
+        self._me = codec.values.me
         self._codec = codec
-        self._extensions = extensions
+        self._extensions, self._counter, self._nesting = parts.extensions, parts.counter, parts.nesting
         self._executor = executor
-        self._counter = counter
-        self._nesting = nesting
         self._received = received
         self.postponed = postponed
 

@@ -37,7 +37,7 @@ class Values:
             packer: pickles values with their tensors and references apart.
             audit: records what is refused.
         """
-        self._me = me
+        self.me = me
         self._options = options
         self._packer = packer
         self._audit = audit
@@ -70,7 +70,7 @@ class Values:
         if is_answer:
             return (
                 f"Response device mapping is not available for a tensor on {device}: return tensor.cpu(), or have "
-                f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self._me.name!r} on its "
+                f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self.me.name!r} on its "
                 f"`{options.__name__}` before init_rpc"
             )
         return (
@@ -86,12 +86,12 @@ class Values:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:
                 raise SerializationError(
                     "the message",
-                    f"it has a function or class by value, and worker {self._me.name!r} has no cloudpickle: "
+                    f"it has a function or class by value, and worker {self.me.name!r} has no cloudpickle: "
                     "pip install cloudpickle there, too",
                 ) from error
             raise SerializationError(
                 "the message",
-                f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: "
+                f"worker {self.me.name!r} cannot find what it names: {type(error).__name__}: "
                 f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
                 "define them at the top level of a module that both workers can import (the program's __main__ "
                 f"and the cells of a notebook are none), or {SEND_CODE}",

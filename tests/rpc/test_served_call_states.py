@@ -15,6 +15,7 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.peers.flow_control import Nesting
 from gradwire.rpc.peers.postponed_requests import PostponedRequests
 from gradwire.rpc.peers.received_requests import ReceivedRequests
+from gradwire.rpc.requests.call import CallParts
 from gradwire.rpc.requests.extensions import Extensions
 from gradwire.rpc.requests.served_call import ServedCall
 from gradwire.rpc.requests.served_calls import ServedCalls
@@ -100,7 +101,7 @@ class Codec:
 
     def __init__(self) -> None:
         self.answers: Counter[int] = Counter()
-        self.values = self
+        self.values, self.me = self, ME
 
     def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
         return Incoming(source, envelope, b"", [])
@@ -159,12 +160,9 @@ class Requests(RuleBasedStateMachine):
         self.calls = ServedCalls(options, make_clock, "test")
         network, codec, threads, nesting = Network(), self.codec, self.threads, Nesting()
         self.server = Server(
-            ME,
             codec,  # type: ignore[arg-type]
-            extensions,
+            CallParts(extensions, self.counter, nesting),
             threads,  # type: ignore[arg-type]
-            self.counter,
-            nesting,
             self.received,
             self.calls,
             PostponedRequests(options, network),  # type: ignore[arg-type]
