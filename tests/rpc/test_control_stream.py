@@ -107,16 +107,15 @@ class Streams(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Lets everything arrive."""
         for _ in range(1000):
+            for worker in self.workers:
+                worker.process()
             for sender in (0, 1):
                 self._take_along(sender, alone=True)
-            is_over = not self.flights
+            if not self.flights:
+                break
             while self.flights:
                 receiver, envelope = self.flights.pop(0)
                 self.workers[receiver].receive(envelope)
-            for worker in self.workers:
-                worker.process()
-            if is_over:
-                break
         for worker, other in (self.workers, reversed(self.workers)):
             assert len(worker.stream) == 0
             assert not worker.stream.waits

@@ -102,7 +102,7 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     from gradwire.rpc.execution.futures import Future
     from gradwire.rpc.requests.call import Call
 
-    call = Call(a._caller._parts, b.info, Handler(print), 0.0, 0)
+    call = Call(a._caller.parts, b.info, Handler(print), 0.0, 0)
     call.future = future = Future(a._executor)
     envelope.id = call.identifier = 1 << 40
     a._caller.in_flight[envelope.id] = call
