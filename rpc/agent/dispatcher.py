@@ -82,8 +82,7 @@ class Dispatcher:
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> Pause:
         """Handles an envelope whose payloads have not arrived yet."""
-        if envelope.HasField("control") and self._control.receive(source, envelope):
-            self._control.process_later(source)
+        self._take_control(source, envelope)
         self._server.arrive(source, envelope)
         return self._received.pause_of(source)
 
@@ -124,11 +123,15 @@ class Dispatcher:
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message that cannot be read."""
-        if envelope.HasField("control") and self._control.receive(source, envelope):
-            self._control.process_later(source)
+        self._take_control(source, envelope)
         pause = self._received.add(source, 0)
         self._executor.submit(self._reject, source, envelope, error)
         return pause
+
+    def _take_control(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Takes the control messages of an envelope whose message is not served now."""
+        if envelope.HasField("control") and self._control.receive(source, envelope):
+            self._control.process_later(source)
 
     def on_peer_joined(self, worker: WorkerInfo) -> None:
         """Handles a worker that has joined the group, maybe in the place of another one."""

@@ -117,13 +117,13 @@ class ControlStreams:
         if stream is None:
             stream = self._add_stream(worker)
         message = agent_pb2.ControlMessage(kind=kind)
-        sent = Unacknowledged(message, 0, done, expected, urgent)
+        sent = Unacknowledged(message, 0, done, expected)
         try:
             self._put_payload(message, payload)
         except Exception as error:  # of a value that does not pickle
             self._scheduler.submit(partial(self._settle, stream, sent, error))
             return
-        sent.nbytes = len(message.pickled)
+        sent.nbytes = message.ByteSize()
         stream.append(sent)
         if urgent:
             self._scheduler.submit(partial(self._flush, stream))
@@ -131,45 +131,43 @@ class ControlStreams:
             self._wait(stream)
 
     def _put_payload(self, message: agent_pb2.ControlMessage, payload: Any) -> None:
-        if type(payload) is tuple and set(map(type, payload)) == _NUMBERS:
+        is_of_numbers = type(payload) is tuple and set(map(type, payload)) == _NUMBERS
+        if is_of_numbers:
             try:
                 message.numbers.extend(payload)
             except ValueError:  # out of range
                 message.ClearField("numbers")
-            else:
-                return
-        message.pickled = self._values.dumps(payload)
-        if len(message.pickled) > MAX_MESSAGE_BYTES:
-            problem = f"the payload of control message {message.kind} has {len(message.pickled)} bytes"
-            raise SerializationError("the message", f"{problem}, of {MAX_MESSAGE_BYTES} at most")
+                is_of_numbers = False
+        if not is_of_numbers:
+            message.pickled = self._values.dumps(payload)
+        if (nbytes := message.ByteSize()) > MAX_MESSAGE_BYTES:
+            problem = f"control message {message.kind} has {nbytes} bytes, of {MAX_MESSAGE_BYTES} at most"
+            raise SerializationError("the message", problem)
 
     def _wait(self, stream: ControlStream) -> None:
         """Notes that something waits, and has the control thread send it if no envelope takes it along."""
-        stream.begin_wait()
+        stream.since = time.monotonic()
         self.waiting[stream.peer.wire_id] = stream
         if not stream.is_flush_planned:
             stream.is_flush_planned = True
             self._scheduler.submit(partial(self._flush, stream), urgent=False)
 
-    def _wait_on(self, stream: ControlStream) -> None:
+    def _end_wait(self, stream: ControlStream) -> None:
         """Notes that nothing waits any more, unless there is something left, or new."""
         self.waiting.pop(stream.peer.wire_id, None)
         if stream.waits:
             self._wait(stream)
 
-    def take_along(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> ControlStream | None:
+    def take_along(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Puts what waits for a worker into an envelope that is about to be sent; called if something waits.
 
-        Returns:
-            The stream if the envelope has something of it; if it is not sent, `send_again` has to be called.
+        If the envelope has a control header then, and is not sent, `send_again` has to be called.
         """
         stream = self.waiting.get(worker.wire_id)
         if stream is None or not self._takes_along or time.monotonic() < stream.since + ATTACH_AFTER_S:
-            return None
-        if not stream.take_along(envelope):
-            return None
-        self._wait_on(stream)
-        return stream
+            return
+        if stream.take_along(envelope):
+            self._end_wait(stream)
 
     def send_again(self, worker: WorkerInfo) -> None:
         """Has sent again what is not acknowledged: an envelope that has taken something along is lost."""
@@ -188,7 +186,7 @@ class ControlStreams:
                 return  # if it is suspect, `on_worker_back` or `on_worker_lost` goes on
             envelope = agent_pb2.Envelope(type=CONTROL)
             if not stream.take_along(envelope, alone=True):
-                return  # another thread has taken it
+                break  # another thread has taken it just now
             try:
                 network.send(worker, envelope.SerializeToString())
             except Exception as error:
@@ -196,7 +194,7 @@ class ControlStreams:
                 stream.send_again()
                 self._scheduler.call_later(RETRY_S, partial(self._flush, stream))
                 return
-        self._wait_on(stream)
+        self._end_wait(stream)
 
     # Receiving.
 
@@ -209,11 +207,11 @@ class ControlStreams:
         stream = self._streams.get(source.wire_id)
         if stream is None:
             stream = self._add_stream(source)
+        settled = stream.acknowledge(envelope.control)
         try:
-            settled = stream.receive(envelope.control)
+            stream.receive(envelope.control)
         except LimitReachedError as error:
             self._values.record_refusal(source, error)
-            settled = []
         if stream.has_arrived:
             stream.process(partial(self._run, source), self._quick_kinds)
         if settled:
@@ -260,7 +258,7 @@ class ControlStreams:
     def _settle_all(self, stream: ControlStream, error: Exception) -> None:
         for sent in stream.settle_all():
             self._settle(stream, sent, error)
-        self._wait_on(stream)
+        self._end_wait(stream)
 
     def _settle(self, stream: ControlStream, sent: Unacknowledged, error: Exception | None) -> None:
         kind, name = sent.message.kind, stream.peer.name

@@ -7,7 +7,6 @@ nothing else loses envelopes, so there are no timers.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Unacknowledged:
     done: OnSettled | None
     """Is told of its end. None if nobody waits for that."""
     expected: tuple[type[Exception], ...]
-    urgent: bool
+    """Errors with which the receiver may answer on purpose."""
 
 
 Run = Callable[[agent_pb2.ControlMessage], bytes | None]
@@ -114,17 +113,17 @@ class ControlStream:
         return unsent or self._processed > self._told
 
     def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:
-        """Puts into an envelope what is to be sent now; not if another thread does that.
+        """Puts into an envelope what is to be sent now, if there is something.
 
         Args:
             envelope: is about to be sent.
-            alone: whether it has nothing else.
+            alone: whether it has nothing else. If it has, it does not wait for another thread, and goes without.
 
         Returns:
             Whether something was put into it. If it is not sent, `send_again` has to be called.
         """
         count, nbytes = (MAX_ALONE, MAX_ALONE_BYTES) if alone else (MAX_ATTACHED, MAX_ATTACHED_BYTES)
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=alone):
             return False
         try:
             if not self.waits:
@@ -159,65 +158,63 @@ class ControlStream:
         self._told = min(self._told, self._processed - 1)
 
     def settle_all(self) -> list[Unacknowledged]:
-        """Returns the messages of a peer that is lost, which are not acknowledged, and forgets everything."""
+        """Returns the messages to a peer that is lost, which never will be acknowledged, and forgets them."""
         with self._lock:
             left = list(self._unacknowledged.copy())
             for _ in left:
                 self._unacknowledged.popleft()
             self._first += len(left)
             self._next, self._sent_below, self._told = self._first, self._first, self._processed
-            self._arrived.clear()
-            self._ahead.clear()
+            self._failures.clear()  # `process` goes on, and nobody is told
             return left
 
     # Receiving.
 
-    def receive(self, header: agent_pb2.ControlHeader) -> list[Settled]:
-        """Takes what an envelope of the peer has brought; `process` is to follow if there are messages in it.
-
-        Called for each envelope, in the order in which they arrive if the transport keeps that.
+    def acknowledge(self, header: agent_pb2.ControlHeader) -> list[Settled]:
+        """Takes what an envelope of the peer says of the messages of this worker.
 
         Returns:
-            The messages of this worker that are acknowledged by it, of those that have a `done`.
+            Those that it has processed since, except those of which nobody is to be told.
+        """
+        settled: list[Settled] = []
+        failures = {each.number: each.failure for each in header.failed} if header.failed else {}
+        with self._lock:
+            if failures:
+                self._tell_again()  # with `acknowledged_below`, so that the peer need not keep them
+            below = max(self._first, min(header.processed_below, self._sent_below))
+            for number in range(self._first, below):
+                sent = self._unacknowledged.popleft()
+                if sent.done is not None or number in failures:
+                    settled.append((sent, failures.get(number, b"")))
+            self._first, self._next = below, max(self._next, below)
+        return settled
+
+    def receive(self, header: agent_pb2.ControlHeader) -> None:
+        """Takes the messages that an envelope of the peer has brought; `process` is to follow if there are any.
 
         Raises:
             LimitReachedError: the peer sends more than it may. What is too much is dropped.
         """
         with self._lock:
-            settled = self._acknowledge(header)
             if self._failures:
                 for number in [each for each in self._failures if each < header.acknowledged_below]:
                     del self._failures[number]
+            refused = None
             for number, message in enumerate(header.messages, header.first):
                 if number < self._expected or number in self._ahead:
                     self._tell_again()  # it was sent again, so the peer does not know that it has arrived
-                    continue
-                if number >= self._processed + WINDOW or self._arrived_bytes > MAX_ARRIVED_BYTES:
-                    raise LimitReachedError(
-                        f"control message {number} is refused, as {self._processed} have been processed",
-                        f"WINDOW={WINDOW}",
-                    )
-                self._ahead[number] = message
-                self._arrived_bytes += len(message.pickled)
+                elif number < self._processed + WINDOW and self._arrived_bytes <= MAX_ARRIVED_BYTES:
+                    self._ahead[number] = message
+                    self._arrived_bytes += message.ByteSize()
+                else:
+                    refused = number
+                    break
             while self._expected in self._ahead:
                 self._arrived.append(self._ahead.pop(self._expected))
                 self._expected += 1
-        return settled
-
-    def _acknowledge(self, header: agent_pb2.ControlHeader) -> list[Settled]:
-        settled: list[Settled] = []
-        failures = {each.number: each.failure for each in header.failed} if header.failed else {}
-        if failures:
-            self._tell_again()  # with `acknowledged_below`, so that the peer need not keep them
-        count = min(header.processed_below, self._sent_below) - self._first
-        if count > 0:
-            for number in range(self._first, self._first + count):
-                sent = self._unacknowledged.popleft()
-                if sent.done is not None or failures:
-                    settled.append((sent, failures.get(number, b"")))
-            self._first += count
-            self._next = max(self._next, self._first)
-        return settled
+        if refused is not None:
+            problem = f"control message {refused} is refused, as {self._processed} have been processed"
+            raise LimitReachedError(problem, f"WINDOW={WINDOW}, MAX_ARRIVED_BYTES={MAX_ARRIVED_BYTES}")
 
     @property
     def has_arrived(self) -> bool:
@@ -241,7 +238,7 @@ class ControlStream:
                     message = arrived.popleft()
                     failure = run(message)
                     with self._lock:
-                        self._arrived_bytes -= len(message.pickled)
+                        self._arrived_bytes -= message.ByteSize()
                         if failure is not None:
                             self._failures[self._processed] = failure
                         self._processed += 1
@@ -249,7 +246,3 @@ class ControlStream:
                     return  # until the peer knows of some failures
             finally:
                 self._processing.release()
-
-    def begin_wait(self) -> None:
-        """Notes when what waits began to."""
-        self.since = time.monotonic()

@@ -83,7 +83,6 @@ class Caller:
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
         self.unanswered = Unanswered()
-        self._kept = self.unanswered.kept
         self._codec = codec
         self._network = network
         self._maps_devices = codec.maps_devices
@@ -488,8 +487,8 @@ class Caller:
         identifier = envelope.id
         self._arrived.discard(identifier)
         call = self.in_flight.pop(identifier, None)
-        if self._kept:
-            self._kept.pop(identifier, None)
+        if kept := self.unanswered.kept:
+            kept.pop(identifier, None)
         try:
             self.flow_control.release(source.wire_id, identifier)
             if envelope.type == ERROR:
@@ -513,15 +512,15 @@ class Caller:
         if not isinstance(payload, tuple) or len(payload) != 1:
             raise ValueError("malformed message: it confirms no request")
         call = self.in_flight.get(identifier := payload[0])
-        if call is not None and call.worker.wire_id != source.wire_id:
+        asked = call.worker.wire_id if call is not None else self.unanswered.worker_of(identifier)
+        if asked not in (source.wire_id, None):
             raise ValueError(f"worker {source.name!r} confirms a request to another worker")
         call = self.in_flight.pop(identifier, None)
-        self._kept.pop(identifier, None)
+        self.unanswered.drop(identifier)
         self.flow_control.release(source.wire_id, identifier)
         if call is None:
             self.unanswered.take_orphan(source, identifier)  # it has failed meanwhile
-            return
-        if call.future.has_callbacks:
+        elif call.future.has_callbacks:
             self._executor.submit(call.succeed, None)
         else:
             call.succeed(None)
@@ -660,9 +659,8 @@ class Caller:
         calls, failed = concerned
         for identifier in (*failed, *(call.identifier for call in calls)):
             self.unanswered.drop(identifier)
-            self.flow_control.release(
-                worker.wire_id, identifier
-            )  # callbacks may make calls that wait for capacity
+            # First: callbacks may make calls that wait for capacity.
+            self.flow_control.release(worker.wire_id, identifier)
         for call in calls:
             identifier = call.identifier
             if self.in_flight.pop(identifier, None) is None:

@@ -159,6 +159,31 @@ def test_a_message_on_its_way_to_a_worker_that_is_lost_is_told_so(agents):
     closing.join()
 
 
+def test_a_call_is_confirmed_by_whom_it_was_sent_to(agents):
+    a, b, c = agents(3)
+    begun.clear()
+    goes_on.clear()
+    with holder.using(a):
+        call = rpc.rpc_async(b.info, wait_here)
+    assert begun.wait(20)
+    told: list[Exception | None] = []
+    for identifier in range(100):
+        c.control.send(a.info, "call.confirmed", (identifier,), told.append)
+    wait_until(lambda: len(told) == 100)
+    assert [str(error) for error in told if error] == ["worker 'agent2' confirms a request to another worker"]
+    goes_on.set()
+    assert call.wait() == "waited"
+
+
+begun, goes_on = threading.Event(), threading.Event()
+
+
+def wait_here() -> str:
+    begun.set()
+    assert goes_on.wait(20)
+    return "waited"
+
+
 def test_a_sender_does_not_run_ahead_of_its_acknowledgements(agents, monkeypatch):
     monkeypatch.setattr(control_stream, "WINDOW", 600)
     a, b = agents(2)

@@ -26,7 +26,7 @@ class Worker:
 
     def send(self) -> None:
         message = agent_pb2.ControlMessage(kind="note", numbers=[self.sent])
-        self.stream.append(Unacknowledged(message, 0, lambda _error: None, (), urgent=False))
+        self.stream.append(Unacknowledged(message, 0, lambda _error: None, ()))
         self.sent += 1
 
     def process(self) -> None:
@@ -38,8 +38,9 @@ class Worker:
         return b"failed" if number in self.failed else None
 
     def receive(self, envelope: agent_pb2.Envelope) -> None:
-        for sent, failure in self.stream.receive(envelope.control):
+        for sent, failure in self.stream.acknowledge(envelope.control):
             self.acknowledged.append((sent.message.numbers[0], failure))
+        self.stream.receive(envelope.control)
 
 
 class Streams(RuleBasedStateMachine):
@@ -139,6 +140,15 @@ def test_messages_far_ahead_are_refused(first):
     assert not stream.has_arrived
 
 
+def test_what_is_refused_takes_nothing_with_it():
+    stream = ControlStream(WorkerInfo("peer", 0))
+    with pytest.raises(LimitReachedError, match=f"control message {WINDOW} is refused"):
+        stream.receive(header(0, WINDOW + 1))
+    processed = []
+    stream.process(processed.append)
+    assert len(processed) == WINDOW
+
+
 def test_the_bytes_that_wait_to_be_processed_are_bounded():
     stream = ControlStream(WorkerInfo("peer", 0))
     count, large = 0, b"x" * (1 << 20)
@@ -176,6 +186,6 @@ def test_the_errors_that_a_peer_never_takes_are_bounded():
 def test_what_a_peer_acknowledges_was_sent():
     stream = ControlStream(WorkerInfo("peer", 0))
     for _ in range(3):
-        stream.append(Unacknowledged(agent_pb2.ControlMessage(kind="note"), 0, None, (), urgent=False))
-    assert stream.receive(agent_pb2.ControlHeader(processed_below=1 << 63)) == []
+        stream.append(Unacknowledged(agent_pb2.ControlMessage(kind="note"), 0, None, ()))
+    assert stream.acknowledge(agent_pb2.ControlHeader(processed_below=1 << 63)) == []
     assert len(stream) == 3
