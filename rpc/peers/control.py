@@ -119,18 +119,18 @@ class ControlStreams:
         message = agent_pb2.ControlMessage(kind=kind)
         sent = Unacknowledged(message, 0, done, expected)
         try:
-            self._put_payload(message, payload)
+            sent.nbytes = self._put_payload(message, payload)
         except Exception as error:  # of a value that does not pickle
             self._scheduler.submit(partial(self._settle, stream, sent, error))
             return
-        sent.nbytes = message.ByteSize()
         stream.append(sent)
         if urgent:
             self._scheduler.submit(partial(self._flush, stream))
         elif worker.wire_id not in self.waiting:
             self._wait(stream)
 
-    def _put_payload(self, message: agent_pb2.ControlMessage, payload: Any) -> None:
+    def _put_payload(self, message: agent_pb2.ControlMessage, payload: Any) -> int:
+        """Puts a payload into a message; returns the bytes that it has then."""
         is_of_numbers = type(payload) is tuple and set(map(type, payload)) == _NUMBERS
         if is_of_numbers:
             try:
@@ -143,6 +143,7 @@ class ControlStreams:
         if (nbytes := message.ByteSize()) > MAX_MESSAGE_BYTES:
             problem = f"control message {message.kind} has {nbytes} bytes, of {MAX_MESSAGE_BYTES} at most"
             raise SerializationError("the message", problem)
+        return nbytes
 
     def _wait(self, stream: ControlStream) -> None:
         """Notes that something waits, and has the control thread send it if no envelope takes it along."""

@@ -181,12 +181,13 @@ class ControlStream:
         with self._lock:
             if failures:
                 self._tell_again()  # with `acknowledged_below`, so that the peer need not keep them
-            below = max(self._first, min(header.processed_below, self._sent_below))
-            for number in range(self._first, below):
+            below = min(header.processed_below, self._sent_below)
+            while self._first < below:
                 sent = self._unacknowledged.popleft()
-                if sent.done is not None or number in failures:
-                    settled.append((sent, failures.get(number, b"")))
-            self._first, self._next = below, max(self._next, below)
+                if sent.done is not None or self._first in failures:
+                    settled.append((sent, failures.get(self._first, b"")))
+                self._first += 1
+            self._next = max(self._next, self._first)
         return settled
 
     def receive(self, header: agent_pb2.ControlHeader) -> None:
