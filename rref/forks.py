@@ -81,6 +81,8 @@ class References(ReferenceExtension):
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
+        self._made_before_break: dict[int, int] = {}
+        """By worker id, the number below which forks were made before the connection to it broke last."""
         self._releases = False
         """Whether a thread has begun to wait until all forks are deleted."""
         """Notified when the owner of a dropped fork has removed it."""
@@ -403,11 +405,17 @@ class References(ReferenceExtension):
                 owners = sorted({fork.owner.name for fork in list(self.forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
+    def on_connection_broken(self, worker: WorkerInfo) -> None:
+        """Notes which forks were made before."""
+        self._made_before_break[worker.wire_id] = self._ids.next().number
+
     def on_worker_suspect(self, worker: WorkerInfo, _reason: str) -> None:
         """Notes which references, and creations, a suspect worker may not have got."""
-        self._passed_on.on_worker_suspect(worker.wire_id)
+        below = self._made_before_break.get(worker.wire_id, self._ids.next().number)
+        self._passed_on.on_worker_suspect(worker.wire_id, below)
         for fork in self.forks.copy():
-            if fork.owner.wire_id == worker.wire_id and fork.is_creator and not fork.is_confirmed:
+            is_creator = fork.is_creator and fork.owner.wire_id == worker.wire_id and fork.id.number < below
+            if is_creator and not fork.is_confirmed:
                 fork.is_doubtful = True  # of this and of `_on_created`, the one that comes last sees the other
                 if fork.error is not None and fork.reference in self._creating:
                     self._withdraw_creation(fork)

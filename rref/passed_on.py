@@ -114,12 +114,13 @@ class PassedOn:
         payload = (*fork.reference, *fork.id)
         self._agent.control.send(fork.owner, "rref.fork", payload, on_settled, urgent=False)
 
-    def on_worker_suspect(self, worker: int) -> None:
-        """Notes which forks a worker may not have got."""
+    def on_worker_suspect(self, worker: int, below: int) -> None:
+        """Notes which forks a worker may not have got: those with smaller numbers than `below`."""
         children = [
             (handle.id, fork) for fork, (handle, other) in self._children.copy().items() if other == worker
         ]
-        unsure = {fork: value for value, fork in [*children, *self._table.forks_made_here(worker)]}
+        made = [*children, *self._table.forks_made_here(worker)]
+        unsure = {fork: value for value, fork in made if fork.number < below}
         self._unsure[worker] = unsure
         for fork in self._postponed.copy():
             unsure.pop(fork, None)

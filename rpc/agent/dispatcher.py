@@ -152,6 +152,7 @@ class Dispatcher:
         # Here and now: what comes by the next connection is not concerned.
         self._server.calls.cancel_all(worker)
         concerned = self._caller.sent_to(worker, waits=waits)
+        self._extensions.on_connection_broken(worker)
         # By itself: callbacks of the futures may wait until the worker is back.
         self._executor.submit(self._caller.on_worker_suspect, worker, reason, concerned, unsent)
         self._handle_change(worker, partial(self._suspect, worker, reason))

@@ -174,6 +174,12 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Handles a message that cannot be decoded: only its headers are known."""
 
+    def on_connection_broken(self, worker: WorkerInfo) -> None:
+        """Notes that what has been sent to a worker until now may not have arrived; `on_worker_suspect` follows.
+
+        Called on the event loop, before anything is sent by the next connection. Must not block.
+        """
+
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Handles a worker that does not answer, and may come back. Must not wait for other workers.
 

@@ -225,6 +225,11 @@ class Extensions:
 
     # Lifecycle.
 
+    def on_connection_broken(self, worker: WorkerInfo) -> None:
+        """Tells the extensions, here and now, that the connection to a worker broke."""
+        for extension in self._extensions:
+            extension.on_connection_broken(worker)
+
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Tells the extensions that a worker does not answer, and why."""
         for extension in self._extensions:

@@ -15,6 +15,7 @@ import torch
 from gradwire import rpc
 from gradwire.errors import (
     AnswerFailedError,
+    Outcome,
     RpcCancelledError,
     RpcTimeoutError,
     RRefError,
@@ -190,8 +191,15 @@ class Schedule(World):
         self.numbers[identify(rref)] = number
         if failed(rref):
             self.doomed.add(number)
-        elif rref.is_owner():  # whose timeout is the value's too
-            rref._handle.creation.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
+        else:
+            is_owner = rref.is_owner()  # whose timeout is the value's too
+
+            def done(creation: torch.futures.Future[Any]) -> None:
+                error = error_of(creation)
+                if error is not None and (is_owner or getattr(error, "outcome", None) is Outcome.NOT_SENT):
+                    self.doomed.add(number)
+
+            rref._handle.creation.add_done_callback(done)
         machine.held.append(rref)
 
     def some_held(self, machine: Machine, count: int) -> list[rpc.RRef]:

@@ -435,6 +435,7 @@ class World:
         """Breaks the connection of two workers: what is in flight is lost, and they connect again."""
         if (one, other) not in self._links or not (one.alive and other.alive):
             return
+        self.connect(other, one)
         self.counts["broken"] += 1
         between = [flight for flight in self.flights if {flight.source, flight.target} == {one, other}]
         self.counts["lost"] += len(between)

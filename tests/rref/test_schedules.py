@@ -306,6 +306,29 @@ def test_an_answer_with_a_reference_to_a_value_of_a_dead_owner():
         assert passed_on._handle.fork.state() == "failed: WorkerLostError"
 
 
+def test_a_reference_that_is_sent_before_it_is_handled_that_an_earlier_connection_broke():
+    """It goes by the next connection, and the receiver is not asked whether it was lost."""
+    schedule = start(2)
+    owner, user = schedule.machines
+    schedule.call(owner, give, (1,), user)
+    schedule.settle()
+    schedule.break_connection(owner, user)
+    for pair in ((owner, user), (user, owner)):
+        schedule._heal(*pair)
+    rref = on(owner, lambda: rpc.RRef(schedule.made(Value(0, []))))
+    schedule.numbers[identify(rref)] = 0
+    schedule.call(owner, receive, ([rref], 0), user)
+    late = hold_back(schedule, MessageType.CALL)
+    del rref
+    schedule.settle()
+    schedule.flights += late
+    schedule.settle()
+    assert not schedule.errors
+    assert schedule.values[0]() is not None
+    user.held.clear()
+    assert_nothing_left(schedule)
+
+
 def test_a_value_is_there_as_long_as_a_reference_to_it():
     schedule = start(2)
     user, owner = schedule.machines
