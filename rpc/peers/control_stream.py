@@ -6,6 +6,7 @@ acknowledged is sent again when an envelope was not sent, or was taken back, and
 nothing else loses envelopes, so there are no timers.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -91,6 +92,9 @@ class ControlStream:
         """The number of the message that is to arrive next."""
         self._processed = 0
         """The number of those that have been processed."""
+        self._tellable = 0
+        """The number of the first that the peer may not be told of yet: more have failed than it is told of at
+        a time, and it does not know those before."""
         self._told = 0
         """What the peer was told last of that. Less than that if it is to be told again."""
         self._failures: dict[int, bytes] = {}
@@ -110,7 +114,7 @@ class ControlStream:
     def waits(self) -> bool:
         """Whether there is something to be sent now."""
         unsent = min(len(self._unacknowledged), WINDOW) > self._next - self._first
-        return unsent or self._processed > self._told
+        return unsent or self._tellable > self._told
 
     def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:
         """Puts into an envelope what is to be sent now, if there is something.
@@ -138,12 +142,10 @@ class ControlStream:
                 header.messages.append(sent.message)
             self._next += len(header.messages)
             self._sent_below = max(self._sent_below, self._next)
-            failures = list(self._failures.items())  # in the order of their numbers
-            for number, failure in failures[:MAX_FAILURES]:
+            for number, failure in itertools.islice(self._failures.items(), MAX_FAILURES):
                 header.failed.add(number=number, failure=failure)
-            untold = failures[MAX_FAILURES : MAX_FAILURES + 1]
-            header.processed_below = untold[0][0] if untold else self._processed
-            self._told = max(self._told, header.processed_below)
+            header.processed_below = self._tellable
+            self._told = max(self._told, self._tellable)
             return True
         finally:
             self._lock.release()
@@ -155,7 +157,13 @@ class ControlStream:
             self._tell_again()
 
     def _tell_again(self) -> None:
-        self._told = min(self._told, self._processed - 1)
+        self._told = min(self._told, self._tellable - 1)
+
+    def _count_tellable(self) -> None:
+        """Called with the lock when something is processed, or known to the peer."""
+        failures = self._failures  # in the order of their numbers
+        is_held = len(failures) > MAX_FAILURES
+        self._tellable = next(itertools.islice(failures, MAX_FAILURES, None)) if is_held else self._processed
 
     def settle_all(self) -> list[Unacknowledged]:
         """Returns the messages to a peer that is lost, which never will be acknowledged, and forgets them."""
@@ -164,8 +172,9 @@ class ControlStream:
             for _ in left:
                 self._unacknowledged.popleft()
             self._first += len(left)
-            self._next, self._sent_below, self._told = self._first, self._first, self._processed
+            self._next, self._sent_below = self._first, self._first
             self._failures.clear()  # `process` goes on, and nobody is told
+            self._told = self._tellable = self._processed
             return left
 
     # Receiving.
@@ -200,6 +209,7 @@ class ControlStream:
             if self._failures:
                 for number in [each for each in self._failures if each < header.acknowledged_below]:
                     del self._failures[number]
+                self._count_tellable()
             refused = None
             for number, message in enumerate(header.messages, header.first):
                 if number < self._expected or number in self._ahead:
@@ -243,6 +253,7 @@ class ControlStream:
                         if failure is not None:
                             self._failures[self._processed] = failure
                         self._processed += 1
+                        self._count_tellable()
                 if arrived:
                     return  # until the peer knows of some failures
             finally:
