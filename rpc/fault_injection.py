@@ -28,6 +28,7 @@ from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
 from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
+from .agent.network import Network
 from .backend_registry import register_backend
 from .channels.broadcast import channel as broadcast
 from .collectives import all_gather
@@ -39,9 +40,8 @@ from .contracts.worker_end import WorkerEnd
 from .execution.futures import Future
 from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
-from .peers import evictions
+from .membership import evictions
 from .peers.control import ControlStreams
-from .peers.network import Network
 from .requests.codec import CONFIRMED
 from .transports.base import Connecting, Transport, TransportClosedError
 from .wire.attached import embed

@@ -12,17 +12,18 @@ from ..c10d.start_barrier import StartBarrier
 from ..c10d.torch_types import TorchStore
 from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
+from .contracts.member import Member
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .contracts.worker_end import PROCESS_ENDED
-from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
-from .joining.rejoin import rejoin
-from .joining.vacancy import Vacancy
 from .membership.addresses import choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
-from .membership.members import Member, exchange_members, formed_group, introduce
+from .membership.joining import greet, group_store, identity, listen_as_member, shut_down_on_error
+from .membership.members import exchange_members, formed_group, introduce
 from .membership.presence import Presence, presence_of
+from .membership.rejoining import rejoin
 from .membership.roster_log import RosterLog
+from .membership.vacancy import Vacancy
 
 __all__ = ["AgentFactory", "start_agent"]
 

@@ -405,7 +405,7 @@ class References(ReferenceExtension):
                 owners = sorted({fork.owner.name for fork in list(self.forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
-    def on_connection_broken(self, worker: WorkerInfo) -> None:
+    def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
         """Notes which forks were made before."""
         self._made_before_break[worker.wire_id] = self._ids.next().number
 

@@ -11,8 +11,8 @@ from typing import Any
 from gradwire.errors import SendFailedError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
+from gradwire.rpc.agent.network import Network
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers.network import Network
 from gradwire.rpc.transports.base import Transport, TransportClosedError
 
 MAX_DELAY_S = 0.03

@@ -14,10 +14,10 @@ from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.membership.members import Member
 
 from tests import ports
 from tests.c10d.members import join_all

@@ -16,7 +16,8 @@ from ..execution.executor import Executor
 from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.roster_log import RosterLog
 from ..peers.control import ControlStreams
-from ..peers.network import Network
+from ..peers.peers import Peers
+from .network import Network
 
 __all__ = ["AgentFactories"]
 
@@ -38,4 +39,4 @@ class AgentFactories:
     executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread
-    control: Callable[[Network, ControlValues, Scheduler], ControlStreams] = ControlStreams
+    control: Callable[[Peers, ControlValues, Scheduler], ControlStreams] = ControlStreams

@@ -22,18 +22,26 @@ from ..channels.broadcast.channel import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
 from ..contracts.extension import ExtensionFactory
+from ..contracts.member import Member
 from ..contracts.messages import Incoming, MessageType, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..membership.addresses import ListenAddress
 from ..membership.connectable import Connectable
-from ..membership.members import Member
+from ..membership.failure_log import FailureLog
 from ..membership.roster_log import RosterLog
 from ..membership.worker_events import WorkerEvents
-from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
+from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
+from ..peers.changes import Changes
+from ..peers.flow_control import FlowControl
+from ..peers.peer import Peer
 from ..peers.received_requests import ReceivedRequests
+from ..peers.traffic import sum_up
+from ..requests.call import CallParts
+from ..requests.call_counter import CallCounter
 from ..requests.caller import Caller
 from ..requests.codec import CONFIRMED, Codec
 from ..requests.extensions import Extensions
@@ -44,7 +52,6 @@ from ..requests.values import Values
 from ..wire.pickling import Packer
 from .dispatcher import Dispatcher
 from .factories import AgentFactories
-from .failure_log import FailureLog
 from .quiescence import Quiescence
 from .shutdown import Shutdown
 
@@ -90,57 +97,45 @@ class GrpcAgent(RpcAgent):
         self._extension_factories = extensions
         self._closed = False
         self._group_store: PrefixStore | None = None
-        self._failures = FailureLog()
+        self._failures = FailureLog(dynamic=self._dynamic)
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
         self.worker_events = self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._network = factories.network(info, options, group, roster, self._executor)
-        self._by_name, self._incarnations = self._network.by_name, self._network.incarnations
+        peers = self.peers = self._network.peers
         packer = Packer(options.pickler)
         values = self._values = Values(info, options, packer, self._network.audit)
         scheduler = factories.scheduler(f"gradwire-control-{info.name}", lambda: holder.bind_thread(self))
-        self.control = self._control = factories.control(self._network, values, scheduler)
+        self.control = self._control = factories.control(peers, values, scheduler)
         self._extensions = Extensions(packer)
-        self._codec = Codec(options, values, self._extensions, self._network, self._control)
-        self._caller = Caller(
-            self._codec,
-            self._network,
-            self._extensions,
-            self._executor,
-            options.flow_control,
-            factories.deadlines,
+        self._codec = Codec(options, values, self._extensions, self._control, self._network.cuda_ipc.staging)
+        self._calls, self._flow_control = CallCounter(), FlowControl(options.flow_control)
+        self._nesting = self._flow_control.nesting
+        parts = CallParts(
+            peers, self._extensions, self._executor, self._network.call_soon, self._calls, self._flow_control
         )
-        self._calls, self._nesting = self._caller.counter, self._caller.flow_control.nesting
-        self._multi_sender = MultiSender(
-            self._caller, self._codec, self._network, self._extensions, self._executor
-        )
+        self._caller = Caller(parts, self._codec, factories.deadlines)
+        self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.broadcasts)
         self._received = ReceivedRequests(options.flow_control)
         self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
-        self._server = Server(
-            self._codec,
-            self._caller.parts,
-            self._executor,
-            self._received,
-            self._served,
-            PostponedRequests(options.flow_control, self._network),
-        )
+        backlogs = Backlogs(options.flow_control, self._network.call_soon)
+        self._server = Server(parts, self._codec, self._received, self._served, backlogs)
         self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(self._all_gather_service.handlers())
         self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
         self._dispatcher = Dispatcher(
+            self._caller, self._server, self._control, self._received, self._extensions, self._executor
+        )
+        self._watchers: list[WorkerWatcher] = [
+            self._worker_events,
+            self._failures,
             self._caller,
             self._server,
-            self._all_gather_service,
-            self._extensions,
-            self._worker_events,
-            self._executor,
-            self._received,
             self._control,
-            self._failures,
-            dynamic=self._dynamic,
-        )
-
+            self._all_gather_service,
+        ]
+        """Are told what becomes of other workers, in this order; extensions follow."""
         self._quiescence = Quiescence(
             self, self._calls, self._server, self._all_gather_service, self._caller.count_unanswered
         )
@@ -155,7 +150,8 @@ class GrpcAgent(RpcAgent):
 
     def listen(self, where: ListenAddress | None = None) -> str:
         """Starts serving, by default for this host and user only; returns the address at which others dial."""
-        return self._network.listen(where or ListenAddress.on_this_host(), self._dispatcher)
+        make_changes = partial(Changes, watchers=self._watchers, executor=self._executor)
+        return self._network.listen(where or ListenAddress.on_this_host(), self._dispatcher, make_changes)
 
     def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.
@@ -175,13 +171,14 @@ class GrpcAgent(RpcAgent):
                     store=store,
                     control=self.control,
                     worker=self.incarnation,
-                    on_resend=self._codec.traffic.sent_again,
+                    on_resend=self.peers.of(self.info).traffic.sent_again,
                     may_form=Connectable(first, insecure=self.options.insecure),
                     insecure=self.options.insecure,
                 )
             )
         for factory in self._extension_factories:
-            self._extensions.add(factory(self))
+            self._extensions.add(extension := factory(self))
+            self._watchers.append(extension)
         self._network.admit()
 
     def _prepare_thread(self) -> None:
@@ -196,29 +193,31 @@ class GrpcAgent(RpcAgent):
 
     def worker(self, destination: Destination) -> WorkerInfo:
         """Returns the worker with this name, id or WorkerInfo."""
-        named = self._by_name.get(destination) if type(destination) is str else None
-        return named or self._network.worker(destination)
+        peer = self.peers.by_name.get(destination) if type(destination) is str else None
+        return (peer or self.peers.find(destination)).info
 
     def incarnation(self, wire_id: int) -> WorkerInfo:
         """Returns the worker, current or former, with this wire id."""
-        return self._incarnations.get(wire_id) or self._network.incarnation(wire_id)
+        return self.peers.incarnation(wire_id)
 
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""
-        return self._network.workers()
+        return [peer.info for peer in self.peers.current()]
 
     def end_of(self, worker: int) -> WorkerEnd | None:
         """Returns how a worker ended, if it is lost."""
-        return self._network.lost.get(worker)
+        peer = self.peers.by_id.get(worker)
+        return peer.end if peer is not None else None
 
     def suspicion_of(self, worker: int) -> str | None:
         """Returns why a worker is suspect at present; None if it is not."""
-        absence = self._network.links.absent.get(worker)
+        peer = self.peers.by_id.get(worker)
+        absence = peer.absence if peer is not None else None
         return absence.end.reason if absence is not None and not absence.is_lost else None
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
-        self._network.connect(worker)
+        self.peers.of(worker).transport.connect()
 
     def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request and returns a future of its answer."""
@@ -274,14 +273,15 @@ class GrpcAgent(RpcAgent):
             device_map,
             packed.leaves,
         )
-        self._codec.send(message)
+        peer = self.peers.of(worker)
+        self._codec.send(peer, message)
         if reply_to is not None:  # an item of a stream, of which there may be any number
-            self._server.postponed.on_answer(worker, max(message.nbytes, MIN_ANSWER_BYTES))
+            self._server.backlogs.on_answer(peer.backlog, max(message.nbytes, MIN_ANSWER_BYTES))
         return message.nbytes
 
     def postpone(self, worker: WorkerInfo, resume: Callable[[], None]) -> bool:
         """Postpones what would send a worker more, if too much is queued for it."""
-        return self._server.postponed.add(worker, resume, is_call=False)
+        return self._server.backlogs.add(self.peers.of(worker).backlog, resume, is_call=False)
 
     def encode_failure(self, error: BaseException) -> bytes:
         """Returns an exception as other workers decode it."""
@@ -333,10 +333,11 @@ class GrpcAgent(RpcAgent):
 
     def traffic(self) -> Mapping[str, int]:
         """Returns the messages and bytes that this worker has sent and received."""
-        return self._codec.traffic.counts()
+        return sum_up(peer.traffic for peer in self.peers.all())
 
     def debug_info(self) -> Mapping[str, Any]:
         """Returns counts of live objects and of what has been sent (bytes of bodies and tensors)."""
+        peers = self.peers.all()
         return {
             "name": self.info.name,
             "agent.thread_pool_size": self.options.num_worker_threads,
@@ -347,26 +348,29 @@ class GrpcAgent(RpcAgent):
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": len(self._served.deferred),
             "executor_threads": self._executor.threads,
-            "links": self._network.links.describe(),
-            "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
+            "links": self.peers.describe(),
+            "lost_workers": {each.info.name: each.end.reason for each in peers if each.end is not None},
             **self.traffic(),
-            "traffic": self._codec.traffic_by_worker(),
+            "traffic": {each.info.name: each.traffic.as_json() for each in peers if each.traffic.is_used},
             "refused_messages": dict(self._values.refused),
             "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
             "cuda": self._network.cuda_ipc.figures(self.workers()),
-            "flow_control": {worker.name: self._flow_figures(worker) for worker in self.workers()},
+            "flow_control": {each.info.name: self._flow_figures(each) for each in self.peers.current()},
             "broadcast_groups": self._network.broadcasts.groups,
             **self._all_gather_service.describe(),
             **self._extensions.live_objects(),
         }
 
-    def _flow_figures(self, worker: WorkerInfo) -> Mapping[str, int]:
-        queued = {"send_queue_bytes": self._network.queued_bytes(worker.wire_id)}
-        received, postponed = self._received.figures(worker), self._server.postponed.figures(worker)
-        parked = self._served.figures(worker)
-        return {**self._caller.flow_control.figures(worker), **queued, **received, **postponed, **parked}
+    def _flow_figures(self, peer: Peer) -> Mapping[str, int]:
+        return {
+            **self._flow_control.figures(peer.window),
+            "send_queue_bytes": peer.queued_bytes(),
+            **self._received.figures(peer.received),
+            **self._server.backlogs.figures(peer.backlog),
+            **self._served.figures(peer),
+        }
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""

@@ -8,8 +8,8 @@ from typing import final
 from ...errors import RpcTimeoutError, WorkerLostError
 from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
 from ..contracts.agent import RpcAgent
+from ..requests.call_counter import CallCounter
 from ..requests.server import Server
-from ..requests.stats import CallCounter
 
 __all__ = ["Quiescence"]
 

@@ -23,7 +23,7 @@ from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.executor import Executor
 from ..execution.interruptions import handler_must_not_wait, start_thread
 from ..execution.latch import Latch
-from ..peers.network import Network
+from .network import Network
 
 __all__ = ["Shutdown"]
 

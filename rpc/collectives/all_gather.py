@@ -57,7 +57,9 @@ from ...errors import (
 )
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 from ..execution.ctrl_c import wait_interruptibly
 from .leader import CONTROL_KINDS, RoundLeader
 from .replacements import Replacements
@@ -92,7 +94,7 @@ log = logging.getLogger(__name__)
 
 
 @final
-class AllGatherService:
+class AllGatherService(WorkerWatcher):
     """Runs the all_gathers that one agent takes part in."""
 
     def __init__(self, agent: RpcAgent) -> None:
@@ -119,7 +121,7 @@ class AllGatherService:
         """Returns the handlers of the requests between members and leader."""
         return self._leader.handlers()
 
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Stops all rounds from waiting for a lost worker."""
         self._leader.on_worker_lost(worker)
 

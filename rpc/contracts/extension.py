@@ -13,8 +13,8 @@ from ...errors import Outcome
 from ...proto.v1 import agent_pb2
 from .agent import RpcAgent
 from .messages import Handler, Incoming, MessageType, Outgoing, Request
+from .watcher import WorkerWatcher
 from .worker import WorkerInfo
-from .worker_end import WorkerEnd
 
 __all__ = ["Awaited", "Extension", "ExtensionFactory"]
 
@@ -33,7 +33,7 @@ class Awaited(Protocol):
         """Has the function not called any more. Does nothing if there is none."""
 
 
-class Extension(ABC):  # noqa: B024 - every hook has a sensible default
+class Extension(WorkerWatcher, ABC):  # every hook has a sensible default
     """Takes part in the messages of one agent. Made once per agent, when the members of its group are known.
 
     A hook that a class does not override costs nothing; the others are called for each message of users' values,
@@ -173,29 +173,6 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Handles a message that cannot be decoded: only its headers are known."""
-
-    def on_connection_broken(self, worker: WorkerInfo) -> None:
-        """Notes that what has been sent to a worker until now may not have arrived; `on_worker_suspect` follows.
-
-        Called on the event loop, before anything is sent by the next connection. Must not block.
-        """
-
-    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
-        """Handles a worker that does not answer, and may come back. Must not wait for other workers.
-
-        What this worker has sent it, and what it has sent, may not have arrived. `on_worker_back` or
-        `on_worker_lost` follows, on any thread, when this method has returned. What the worker holds here, and
-        what this worker holds there, stays valid until it is lost.
-        """
-
-    def on_worker_back(self, worker: WorkerInfo) -> None:
-        """Handles a suspect worker that answers again. Must not wait for other workers."""
-
-    def on_worker_joined(self, worker: WorkerInfo) -> None:
-        """Handles a worker that has joined the group, maybe in the place of a lost one. Must not wait."""
-
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the loss of a worker, which ended like this. Must not wait for other workers."""
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns counts for the agent's debug info."""

@@ -13,8 +13,8 @@ from ...c10d.stores.describe import innermost_store
 from ...c10d.torch_types import TorchStore
 from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ...errors import ProcessGroupError, RpcError, StoreError
+from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
-from .members import Member
 
 __all__ = ["ListenAddress", "check_consent", "choose_address", "find_directory", "unreachable_members"]
 

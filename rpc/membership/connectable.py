@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from .members import Member
+from ..contracts.member import Member
 
 __all__ = ["Connectable"]
 

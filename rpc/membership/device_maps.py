@@ -6,7 +6,7 @@ import torch
 
 from ...errors import DeviceMapError
 from ..contracts.devices import DeviceMap
-from .members import Member
+from ..contracts.member import Member
 
 __all__ = ["check_device_maps", "device_maps_as_text"]
 

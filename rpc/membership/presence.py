@@ -5,8 +5,8 @@ from enum import Enum, auto
 
 from ...c10d.host_identity import is_local, network_id
 from ...c10d.user_sockets import UNIX_SCHEME
+from ..contracts.member import Member
 from .addresses import ListenAddress
-from .members import Member
 
 __all__ = ["Presence", "presence_of"]
 

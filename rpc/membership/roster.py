@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any, final
 
 from ...errors import RendezvousError
+from ..contracts.member import MAX_ID, Member
 from ..contracts.worker import WorkerInfo
-from .members import MAX_ID, Member
 
 __all__ = ["Departed", "Roster", "RosterError"]
 

@@ -24,10 +24,10 @@ from dataclasses import asdict
 from typing import Any, final
 
 from ...c10d.torch_types import TorchStore
+from ..contracts.member import Member
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..execution.interruptions import start_thread
-from .members import Member
 from .roster import MAX_REASON, Departed, Roster, RosterError
 
 __all__ = ["RosterLog"]

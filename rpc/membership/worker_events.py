@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 from ..contracts.worker_events import (
     WorkerBack,
     WorkerEvent,
@@ -25,11 +27,10 @@ __all__ = ["WorkerEvents"]
 
 
 @final
-class WorkerEvents:
+class WorkerEvents(WorkerWatcher):
     """The present workers of one agent's group, and the subscribers to their changes.
 
-    The methods `record_…` are called on the agent's event loop and do not block. Callbacks run one
-    after another, in the order of the events, on a thread of the executor.
+    Callbacks run one after another, in the order of the events, on a thread of the executor.
     """
 
     def __init__(
@@ -51,25 +52,25 @@ class WorkerEvents:
         with self._lock:
             self._present.update((worker.wire_id, worker) for worker in workers)
 
-    def record_joined(self, worker: WorkerInfo) -> None:
+    def note_joined(self, worker: WorkerInfo) -> None:
         """Records that a worker has joined."""
         with self._lock:
             self._present[worker.wire_id] = worker
             self._record(WorkerJoined(worker))
 
-    def record_left(self, worker: WorkerInfo, reason: str) -> None:
+    def note_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Records that a worker has shut down or is lost."""
         with self._lock:
             if self._present.pop(worker.wire_id, None) is not None:
-                self._record(WorkerLeft(worker, reason))
+                self._record(WorkerLeft(worker, end.reason))
 
-    def record_suspect(self, worker: WorkerInfo, reason: str) -> None:
+    def note_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Records that a worker does not answer."""
         with self._lock:
             if worker.wire_id in self._present:
                 self._record(WorkerSuspect(worker, reason))
 
-    def record_back(self, worker: WorkerInfo) -> None:
+    def note_back(self, worker: WorkerInfo) -> None:
         """Records that a suspect worker answers again."""
         with self._lock:
             if worker.wire_id in self._present:

@@ -16,12 +16,14 @@ from ...errors import LimitReachedError, RpcError, SerializationError, WorkerLos
 from ...proto.v1 import agent_pb2
 from ..contracts.control import ControlHandler, ControlValues, OnSettled
 from ..contracts.messages import CONTROL
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 from ..execution.kept_errors import printable_text
 from ..execution.scheduler import Scheduler, Task
 from ..wire.failures import decode_failure, encode_failure
 from .control_stream import ControlStream, Settled, Unacknowledged
-from .network import Network
+from .peers import Peers
 
 __all__ = ["ControlStreams"]
 
@@ -48,32 +50,27 @@ log = logging.getLogger(__name__)
 
 
 @final
-class ControlStreams:
+class ControlStreams(WorkerWatcher):
     """The control messages of one agent: see `ControlMessages`."""
 
     def __init__(
-        self, network: Network, values: ControlValues, scheduler: Scheduler, *, takes_along: bool = True
+        self, peers: Peers, values: ControlValues, scheduler: Scheduler, *, takes_along: bool = True
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            network: carries envelopes.
+            peers: of the agent.
             values: pickles payloads.
             scheduler: runs tasks on the control thread.
             takes_along: whether messages may travel in the envelopes of others.
         """
-        self.waiting: dict[int, ControlStream] = {}
-        """The streams in which something is to be sent, by worker id. Who sends an envelope calls `take_along` if
-        there are any."""
-        self._network = network
+        self._peers = peers
         self._values = values
         self._scheduler = scheduler
         self._takes_along = takes_along
         self._handlers: dict[str, ControlHandler] = {}
         """By kind of message."""
         self._quick_kinds: set[str] = set()
-        self._streams: dict[int, ControlStream] = {}
-        """By worker id."""
 
     def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
         """Registers what a kind of message does: see `ControlMessages.on`."""
@@ -91,14 +88,11 @@ class ControlStreams:
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""
-        return sum(map(len, self._streams.copy().values()))
+        return sum(len(peer.control) for peer in self._peers.all())
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""
         self._scheduler.close(CLOSE_TIMEOUT_S)
-
-    def _add_stream(self, worker: WorkerInfo) -> ControlStream:
-        return self._streams.setdefault(worker.wire_id, ControlStream(worker))
 
     # Sending.
 
@@ -113,9 +107,7 @@ class ControlStreams:
         urgent: bool = True,
     ) -> None:
         """Sends a message: see `ControlMessages.send`."""
-        stream = self._streams.get(worker.wire_id)
-        if stream is None:
-            stream = self._add_stream(worker)
+        stream = self._peers.by_id[worker.wire_id].control
         message = agent_pb2.ControlMessage(kind=kind)
         sent = Unacknowledged(message, 0, done, expected)
         try:
@@ -126,7 +118,7 @@ class ControlStreams:
         stream.append(sent)
         if urgent:
             self._scheduler.submit(partial(self._flush, stream))
-        elif worker.wire_id not in self.waiting:
+        elif not stream.is_waiting:
             self._wait(stream)
 
     def _put_payload(self, message: agent_pb2.ControlMessage, payload: Any) -> int:
@@ -148,50 +140,48 @@ class ControlStreams:
     def _wait(self, stream: ControlStream) -> None:
         """Notes that something waits, and has the control thread send it if no envelope takes it along."""
         stream.since = time.monotonic()
-        self.waiting[stream.peer.wire_id] = stream
+        stream.is_waiting = True
         if not stream.is_flush_planned:
             stream.is_flush_planned = True
             self._scheduler.submit(partial(self._flush, stream), urgent=False)
 
     def _end_wait(self, stream: ControlStream) -> None:
         """Notes that nothing waits any more, unless there is something left, or new."""
-        self.waiting.pop(stream.peer.wire_id, None)
+        stream.is_waiting = False
         if stream.waits:
             self._wait(stream)
 
-    def take_along(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Puts what waits for a worker into an envelope that is about to be sent; called if something waits.
+    def take_along(self, stream: ControlStream, envelope: agent_pb2.Envelope) -> None:
+        """Puts what waits into an envelope to the peer that is about to be sent; called if something waits.
 
         If the envelope has a control header then, and is not sent, `send_again` has to be called.
         """
-        stream = self.waiting.get(worker.wire_id)
-        if stream is None or not self._takes_along or time.monotonic() < stream.since + ATTACH_AFTER_S:
+        if not self._takes_along or time.monotonic() < stream.since + ATTACH_AFTER_S:
             return
         if stream.take_along(envelope):
             self._end_wait(stream)
 
-    def send_again(self, worker: WorkerInfo) -> None:
+    def send_again(self, stream: ControlStream) -> None:
         """Has sent again what is not acknowledged: an envelope that has taken something along is lost."""
-        stream = self._streams[worker.wire_id]
         stream.send_again()
         self._wait(stream)
 
     def _flush(self, stream: ControlStream) -> None:
         """Sends what waits. Runs on the control thread."""
         stream.is_flush_planned = False
-        worker, network = stream.peer, self._network
+        peer = self._peers.of(stream.worker)
         while stream.waits:
-            if (absence := network.absence(worker)) is not None:
+            if (absence := peer.absence) is not None:
                 if absence.is_lost:
-                    self._settle_all(stream, absence.as_error(worker.name))
+                    self._settle_all(stream, absence.as_error(stream.worker.name))
                 return  # if it is suspect, `on_worker_back` or `on_worker_lost` goes on
             envelope = agent_pb2.Envelope(type=CONTROL)
             if not stream.take_along(envelope, alone=True):
                 break  # another thread has taken it just now
             try:
-                network.send(worker, envelope.SerializeToString())
+                peer.send(envelope.SerializeToString())
             except Exception as error:
-                log.debug("control messages are not sent to %s: %s", worker.name, error)
+                log.debug("control messages are not sent to %s: %s", stream.worker.name, error)
                 stream.send_again()
                 self._scheduler.call_later(RETRY_S, partial(self._flush, stream))
                 return
@@ -199,37 +189,33 @@ class ControlStreams:
 
     # Receiving.
 
-    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
-        """Takes what an envelope of a worker has brought, and processes what is quick. Does not block.
+    def receive(self, stream: ControlStream, envelope: agent_pb2.Envelope) -> bool:
+        """Takes what an envelope of a peer has brought, and processes what is quick. Does not block.
 
         Returns:
             Whether there are other messages: `process` or `process_later` is to follow.
         """
-        stream = self._streams.get(source.wire_id)
-        if stream is None:
-            stream = self._add_stream(source)
         settled = stream.acknowledge(envelope.control)
         try:
             stream.receive(envelope.control)
         except LimitReachedError as error:
-            self._values.record_refusal(source, error)
+            self._values.record_refusal(stream.worker, error)
         if stream.has_arrived:
-            stream.process(partial(self._run, source), self._quick_kinds)
+            stream.process(partial(self._run, stream.worker), self._quick_kinds)
         if settled:
             self._scheduler.submit(partial(self._settle_each, stream, settled), urgent=False)
-        if source.wire_id not in self.waiting and stream.waits:
+        if not stream.is_waiting and stream.waits:
             self._wait(stream)
         return stream.has_arrived
 
-    def process_later(self, source: WorkerInfo) -> None:
-        """Has the control thread process the messages of a worker that have arrived."""
-        self._scheduler.submit(partial(self.process, source), urgent=False)
+    def process_later(self, stream: ControlStream) -> None:
+        """Has the control thread process the messages of a peer that have arrived."""
+        self._scheduler.submit(partial(self.process, stream), urgent=False)
 
-    def process(self, source: WorkerInfo) -> None:
-        """Processes the messages of a worker that have arrived."""
-        stream = self._streams[source.wire_id]
-        stream.process(partial(self._run, source))
-        if source.wire_id not in self.waiting and stream.waits:
+    def process(self, stream: ControlStream) -> None:
+        """Processes the messages of a peer that have arrived."""
+        stream.process(partial(self._run, stream.worker))
+        if not stream.is_waiting and stream.waits:
             self._wait(stream)
 
     def _run(self, source: WorkerInfo, message: agent_pb2.ControlMessage) -> bytes | None:
@@ -251,9 +237,9 @@ class ControlStreams:
     # The ends of messages: on the control thread.
 
     def _settle_each(self, stream: ControlStream, settled: list[Settled]) -> None:
-        load = partial(self._values.load, stream.peer)
+        load = partial(self._values.load, stream.worker)
         for sent, failure in settled:
-            error = decode_failure(failure, stream.peer.name, load) if failure else None
+            error = decode_failure(failure, stream.worker.name, load) if failure else None
             self._settle(stream, sent, error)
 
     def _settle_all(self, stream: ControlStream, error: Exception) -> None:
@@ -262,7 +248,7 @@ class ControlStreams:
         self._end_wait(stream)
 
     def _settle(self, stream: ControlStream, sent: Unacknowledged, error: Exception | None) -> None:
-        kind, name = sent.message.kind, stream.peer.name
+        kind, name = sent.message.kind, stream.worker.name
         if error is not None and not isinstance(error, (WorkerLostError, *sent.expected)):
             log.warning("control message %s to %s failed: %s", kind, name, printable_text(error))
         if sent.done is not None:
@@ -273,11 +259,11 @@ class ControlStreams:
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Sends at once what was not acknowledged when the connection to a worker broke."""
-        if (stream := self._streams.get(worker.wire_id)) is not None:
-            stream.send_again()
-            self._scheduler.submit(partial(self._flush, stream))
+        stream = self._peers.of(worker).control
+        stream.send_again()
+        self._scheduler.submit(partial(self._flush, stream))
 
-    def on_worker_lost(self, worker: WorkerInfo, error: Exception) -> None:
-        """Settles what a lost worker has not acknowledged, with this error."""
-        if (stream := self._streams.get(worker.wire_id)) is not None:
-            self._scheduler.submit(partial(self._settle_all, stream, error))
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Settles what a lost worker has not acknowledged, with an error."""
+        stream, error = self._peers.of(worker).control, end.as_error(worker.name)
+        self._scheduler.submit(partial(self._settle_all, stream, error))

@@ -64,8 +64,11 @@ class ControlStream:
     `append` takes no lock, so finalizers may call it.
     """
 
-    def __init__(self, peer: WorkerInfo) -> None:
-        self.peer = peer
+    def __init__(self, worker: WorkerInfo) -> None:
+        """Args: worker: the peer."""
+        self.worker = worker
+        self.is_waiting = False
+        """Whether something is to be sent. Who sends an envelope calls `ControlStreams.take_along` then."""
         self.is_flush_planned = False
         """Whether the control thread is going to send what waits."""
         self.since = 0.0

@@ -18,14 +18,14 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 from ...errors import SendQueueFullError
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["CALL_BYTES", "FlowControl", "Nesting", "Waiter", "has_event_loop"]
+__all__ = ["CALL_BYTES", "FlowControl", "Nesting", "Waiter", "Window", "has_event_loop"]
 
 CALL_BYTES = 1 << 10
 """Bytes that a call counts as at least: some of what this worker keeps of it besides its arguments."""
@@ -83,15 +83,15 @@ class Waiter:
 
 
 @final
-class _Window:
-    """The calls to one worker that are in flight, and those that wait."""
+class Window:
+    """The calls to one worker that are in flight, and those that wait. FlowControl counts them."""
 
     def __init__(self, worker: WorkerInfo) -> None:
         self.worker = worker
         self.calls: dict[int, _Charge] = {}
         """Those in flight, by id."""
         self.lock_free_limit = 0
-        """The number of calls up to which no lock is needed."""
+        """The number of calls up to which no lock is needed. Set with the first call."""
         # Guarded by the lock of FlowControl.
         self.extra_bytes = 0
         self.nested: Counter[int] = Counter()
@@ -119,25 +119,23 @@ class FlowControl:
         self._max_total_calls = options.max_total_in_flight
         self._max_total_bytes = options.max_total_in_flight_bytes
         self._lock = threading.Lock()
-        self._windows: dict[int, _Window] = {}
-        """By worker id."""
         self._calls: set[int] = set()
         """The ids of all calls in flight."""
         self._lock_free_limit = 0
         # Guarded by the lock.
         self._is_closed = False
         self._extra_bytes = 0
-        self._waiting: dict[int, _Window] = {}
-        """The windows in which calls wait, by worker id; the one that has admitted last is the last."""
+        self._waiting: dict[Window, None] = {}
+        """The windows in which calls wait; the one that has admitted last is the last."""
         self._is_total_full = False
         """Whether a call waits for the sum over all workers."""
         self._set_total_limit()
 
-    def admit(self, worker: WorkerInfo, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
+    def admit(self, window: Window, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
         """Counts a call as in flight, or has it wait for that.
 
         Args:
-            worker: the worker that is called.
+            window: of the worker that is called.
             identifier: of the call.
             nbytes: of its arguments.
             blocks: whether the thread would block in the wait; an event loop must not.
@@ -148,9 +146,6 @@ class FlowControl:
         Raises:
             SendQueueFullError: the call may not wait.
         """
-        window = self._windows.get(worker.wire_id)
-        if window is None:
-            window = self._add(worker)
         if (
             nbytes <= CALL_BYTES
             and len(window.calls) < window.lock_free_limit
@@ -162,21 +157,10 @@ class FlowControl:
             return None
         return self._admit_or_queue(window, identifier, nbytes, blocks=blocks)
 
-    def is_in_flight(self, worker: int, identifier: int) -> bool:
-        """Returns whether a call to a worker is in flight."""
-        window = self._windows.get(worker)
-        return window is not None and identifier in window.calls
-
-    def in_flight(self, worker: int) -> Collection[int]:
-        """Returns the ids of the calls to a worker that are in flight."""
-        window = self._windows.get(worker)
-        return list(window.calls.copy()) if window is not None else ()
-
-    def release(self, worker: int, identifier: int) -> None:
+    def release(self, window: Window, identifier: int) -> None:
         """Counts a call as answered, or not sent. Does nothing if no such call to the worker is in flight."""
-        window = self._windows.get(worker)
-        charge = window.calls.pop(identifier, None) if window is not None else None
-        if window is None or charge is None:
+        charge = window.calls.pop(identifier, None)
+        if charge is None:
             return
         self._calls.discard(identifier)
         if charge is _PLAIN and not window.waiting and not self._is_total_full:
@@ -186,10 +170,8 @@ class FlowControl:
             if window.waiting or self._is_total_full:
                 self._admit_waiters(window)
 
-    def drop_worker(self, worker: int) -> None:
+    def release_all(self, window: Window) -> None:
         """Forgets the calls to a worker that is lost: they will not be answered."""
-        if (window := self._windows.get(worker)) is None:
-            return
         with self._lock:
             for identifier in list(window.calls):
                 if (charge := window.calls.pop(identifier, None)) is not None:
@@ -197,27 +179,25 @@ class FlowControl:
                     self._uncount(window, charge)
             self._admit_waiters(window)
 
-    def abandon(self, worker: int, identifier: int) -> None:
+    def abandon(self, window: Window, identifier: int) -> None:
         """Has a call wait no longer, or counts it as not sent."""
-        window = self._windows.get(worker)
-        if window is not None and window.waiting:
+        if window.waiting:
             with self._lock:
                 for queue in window.waiting.values():
                     for waiter in [each for each in queue if each.identifier == identifier]:
                         queue.remove(waiter)
                 self._admit_waiters(window)  # those behind it may be smaller
-        self.release(worker, identifier)
+        self.release(window, identifier)
 
     def close(self) -> None:
         """Admits all calls from now on, also those that wait: they fail, because the agent is closed."""
         with self._lock:
             self._is_closed = True
-            for window in list(self._waiting.values()):
+            for window in list(self._waiting):
                 self._admit_from(window)
 
-    def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
+    def figures(self, window: Window) -> Mapping[str, int]:
         """Returns the numbers of calls to a worker that are in flight and that wait, and the bytes in flight."""
-        window = self._windows.get(worker.wire_id, _Window(worker))
         with self._lock:
             return {
                 "calls_in_flight": len(window.calls),
@@ -225,16 +205,11 @@ class FlowControl:
                 "waiting_calls": sum(map(len, window.waiting.values())),
             }
 
-    def _add(self, worker: WorkerInfo) -> _Window:
-        with self._lock:
-            window = self._windows.setdefault(worker.wire_id, _Window(worker))
-            self._set_limit(window)
-            return window
-
-    def _admit_or_queue(self, window: _Window, identifier: int, nbytes: int, *, blocks: bool) -> Waiter | None:
+    def _admit_or_queue(self, window: Window, identifier: int, nbytes: int, *, blocks: bool) -> Waiter | None:
         depth, extra_bytes = self.nesting.depth, max(0, nbytes - CALL_BYTES)
         charge = _Charge(depth, extra_bytes) if depth or extra_bytes else _PLAIN
         with self._lock:
+            self._set_limit(window)
             exceeded = self._exceeded(window, charge)
             if exceeded is None and self._is_next(window, depth):
                 self._count(window, identifier, charge)
@@ -246,17 +221,17 @@ class FlowControl:
                 raise self._full_error(window, exceeded, advice)
             waiter = Waiter(identifier, charge)
             window.waiting.setdefault(depth, deque()).append(waiter)
-            self._waiting[window.worker.wire_id] = window
+            self._waiting[window] = None
             self._admit_waiters(window)  # a call may have been released without the lock since `_exceeded`
         return waiter
 
-    def _full_error(self, window: _Window, exceeded: str | None, advice: str) -> SendQueueFullError:
+    def _full_error(self, window: Window, exceeded: str | None, advice: str) -> SendQueueFullError:
         option = exceeded or "max_in_flight"  # earlier calls wait
         return SendQueueFullError(window.worker.name, option, getattr(self._options, option), advice)
 
     # With the lock.
 
-    def _exceeded(self, window: _Window, charge: _Charge) -> str | None:
+    def _exceeded(self, window: Window, charge: _Charge) -> str | None:
         """Returns the option that keeps a call from being sent now; None if there is none."""
         if self._is_closed or not window.count_at(charge.depth):
             return None
@@ -271,7 +246,7 @@ class FlowControl:
             return "max_total_in_flight_bytes"
         return None
 
-    def _is_next(self, window: _Window, depth: int) -> bool:
+    def _is_next(self, window: Window, depth: int) -> bool:
         """Returns whether a new call need not wait behind others."""
         if not window.waiting and not self._is_total_full:
             return True
@@ -279,15 +254,15 @@ class FlowControl:
             return depth not in window.waiting
         return not self._is_total_full and all(other < depth for other in window.waiting)
 
-    def _count(self, window: _Window, identifier: int, charge: _Charge) -> None:
+    def _count(self, window: Window, identifier: int, charge: _Charge) -> None:
         window.calls[identifier] = charge
         self._calls.add(identifier)
         self._add_charge(window, charge, 1)
 
-    def _uncount(self, window: _Window, charge: _Charge) -> None:
+    def _uncount(self, window: Window, charge: _Charge) -> None:
         self._add_charge(window, charge, -1)
 
-    def _add_charge(self, window: _Window, charge: _Charge, sign: int) -> None:
+    def _add_charge(self, window: Window, charge: _Charge, sign: int) -> None:
         depth, extra_bytes = charge
         if depth:
             window.nested[depth] += sign
@@ -299,14 +274,14 @@ class FlowControl:
             self._set_limit(window)
             self._set_total_limit()
 
-    def _admit_waiters(self, released: _Window) -> None:
+    def _admit_waiters(self, released: Window) -> None:
         """Admits the calls that there is capacity for, after something was released in a window."""
-        windows = list(self._waiting.values()) if self._is_total_full else [released]
+        windows = list(self._waiting) if self._is_total_full else [released]
         wait_for_total = [self._admit_from(window) for window in windows]
         self._is_total_full = any(wait_for_total)
         self._set_total_limit()
 
-    def _admit_from(self, window: _Window) -> bool:
+    def _admit_from(self, window: Window) -> bool:
         """Admits calls that wait in a window, the deepest first: others wait for them.
 
         Returns:
@@ -327,16 +302,16 @@ class FlowControl:
                     break
                 waiter = queue.popleft()
                 self._count(window, waiter.identifier, waiter.charge)
-                self._waiting[window.worker.wire_id] = self._waiting.pop(window.worker.wire_id)
+                self._waiting[window] = self._waiting.pop(window)
                 waiter.wake()
             if not queue:
                 del window.waiting[depth]
         if not window.waiting:
-            self._waiting.pop(window.worker.wire_id, None)
+            self._waiting.pop(window, None)
         self._set_limit(window)
         return is_total_full
 
-    def _set_limit(self, window: _Window) -> None:
+    def _set_limit(self, window: Window) -> None:
         limit = min(self._max_calls, (self._max_bytes - window.extra_bytes) // CALL_BYTES)
         window.lock_free_limit = 0 if window.waiting else limit - LOCK_FREE_MARGIN
 

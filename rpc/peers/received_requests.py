@@ -13,21 +13,20 @@ from collections.abc import Mapping
 from typing import final
 
 from ..contracts.options import FlowControlOptions
-from ..contracts.worker import WorkerInfo
 from .flow_control import CALL_BYTES
 
-__all__ = ["ReceivedRequests"]
+__all__ = ["ReceivedQueue", "ReceivedRequests"]
 
 
 @final
-class _Queue:
+class ReceivedQueue:
     """The requests of one worker that have not begun to run."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self) -> None:
         self.sizes: deque[int] = deque()
         """The bytes of each, in the order of arrival. They begin in nearly the same order."""
-        self.limit = limit
-        """The number at which reading pauses, with as many bytes as there are."""
+        self.limit = 0
+        """The number at which reading pauses, with as many bytes as there are. Set with the first request."""
         # Guarded by the lock of ReceivedRequests.
         self.extra_bytes = 0
         """Bytes of large requests beyond CALL_BYTES of each."""
@@ -43,32 +42,25 @@ class ReceivedRequests:
         """Args: options: the bounds."""
         self._max_requests = options.max_received
         self._max_bytes = options.max_received_bytes
-        self._limit = min(self._max_requests, self._max_bytes // CALL_BYTES)
         self._lock = threading.Lock()
-        self._queues: dict[int, _Queue] = {}
-        """By worker id."""
 
-    def add(self, source: WorkerInfo, nbytes: int) -> "concurrent.futures.Future[None] | None":
+    def add(self, queue: ReceivedQueue, nbytes: int) -> "concurrent.futures.Future[None] | None":
         """Counts a request that has arrived and waits for a thread.
 
         Args:
-            source: the worker that has sent it.
+            queue: of the worker that has sent it.
             nbytes: of its envelope and payloads.
 
         Returns:
             A future: nothing more should be read from the worker before it is done. None if there is no need.
         """
-        queue = self._queues.get(source.wire_id)
-        if queue is None:
-            queue = self._queues.setdefault(source.wire_id, _Queue(self._limit))
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, nbytes - CALL_BYTES)
         queue.sizes.append(nbytes)
         return self._pause(queue) if len(queue.sizes) > queue.limit else None
 
-    def begin(self, source: WorkerInfo) -> int:
+    def begin(self, queue: ReceivedQueue) -> int:
         """Counts a request that begins to run, or is postponed; returns its bytes."""
-        queue = self._queues[source.wire_id]
         nbytes = queue.sizes.popleft()
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, CALL_BYTES - nbytes)
@@ -76,14 +68,8 @@ class ReceivedRequests:
             self._resume(queue)
         return nbytes
 
-    def pause_of(self, source: WorkerInfo) -> "concurrent.futures.Future[None] | None":
-        """Returns what `add` has returned last for a worker, unless reading may go on."""
-        queue = self._queues.get(source.wire_id)
-        return queue.pause if queue is not None else None
-
-    def figures(self, source: WorkerInfo) -> Mapping[str, int]:
+    def figures(self, queue: ReceivedQueue) -> Mapping[str, int]:
         """Returns the number of requests of a worker that wait for a thread, and their bytes."""
-        queue = self._queues.get(source.wire_id, _Queue(self._limit))
         with self._lock:
             return {
                 "received_requests": len(queue.sizes),
@@ -91,20 +77,27 @@ class ReceivedRequests:
                 "reading_paused": int(queue.pause is not None),
             }
 
-    def _add_bytes(self, queue: _Queue, nbytes: int) -> None:
+    def _add_bytes(self, queue: ReceivedQueue, nbytes: int) -> None:
         with self._lock:
             queue.extra_bytes += nbytes
-            queue.limit = min(self._max_requests, (self._max_bytes - queue.extra_bytes) // CALL_BYTES)
+            self._set_limit(queue)
 
-    def _pause(self, queue: _Queue) -> "concurrent.futures.Future[None] | None":
+    def _set_limit(self, queue: ReceivedQueue) -> None:
+        queue.limit = min(self._max_requests, (self._max_bytes - queue.extra_bytes) // CALL_BYTES)
+
+    def _pause(self, queue: ReceivedQueue) -> "concurrent.futures.Future[None] | None":
+        """Begins a pause, unless the limit has not been set."""
         with self._lock:
+            self._set_limit(queue)
+            if len(queue.sizes) <= queue.limit:
+                return queue.pause
             if queue.pause is None:
                 queue.pause = concurrent.futures.Future()
             pause = queue.pause
         self._resume(queue)  # if requests have begun in between: `begin` may have seen no pause
         return pause
 
-    def _resume(self, queue: _Queue) -> None:
+    def _resume(self, queue: ReceivedQueue) -> None:
         """Ends the pause if half of what is allowed, or less, has not begun."""
         with self._lock:
             count, pause = len(queue.sizes), queue.pause

@@ -23,12 +23,14 @@ from typing import Any, final
 from ...errors import Outcome, RpcTimeoutError, set_outcome
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Handler, Outgoing
-from ..contracts.worker import WorkerInfo
+from ..execution.executor import Executor
 from ..execution.futures import Future
-from ..peers.flow_control import Nesting
+from ..peers.flow_control import FlowControl
+from ..peers.peer import Peer
+from ..peers.peers import Peers
+from .call_counter import CallCounter
 from .extensions import Extensions
 from .repeats import Repeats
-from .stats import CallCounter
 
 __all__ = ["MAX_KEPT_BYTES", "MAX_TIMEOUT_MS", "Call", "CallParts", "State"]
 
@@ -58,14 +60,20 @@ _UNSENT = frozenset({State.NEW, State.QUEUED, State.POSTPONED, State.PAUSED})
 class CallParts:
     """What the calls of one agent share, those of this worker and those of others.
 
+    peers: the workers that are called, and that call.
     extensions: have the handlers, and are told of the ends of calls.
+    executor: has threads for what may block, and is told of those that wait.
+    call_soon: calls a function on the event loop. Raises RuntimeError when that has ended.
     counter: counts users' calls in flight.
-    nesting: how deep the calls are that this thread makes.
+    flow_control: bounds them, and knows how deep the calls are that this thread makes.
     """
 
+    peers: Peers
     extensions: Extensions
+    executor: Executor
+    call_soon: Callable[..., None]
     counter: CallCounter
-    nesting: Nesting
+    flow_control: FlowControl
 
 
 @final
@@ -82,11 +90,11 @@ class Call:
         "is_withdrawn",
         "message",
         "parts",
+        "peer",
         "repeats",
         "state",
         "timeout",
         "waits_since",
-        "worker",
     )
 
     future: Future[Any]
@@ -95,7 +103,7 @@ class Call:
     def __init__(
         self,
         parts: CallParts,
-        worker: WorkerInfo,
+        peer: Peer,
         handler: Handler,
         timeout: float,
         depth: int,
@@ -105,7 +113,7 @@ class Call:
 
         Args:
             parts: of its agent.
-            worker: the receiver.
+            peer: the receiver.
             handler: of its message type.
             timeout: seconds, 0 for none.
             depth: how many calls it is inside of.
@@ -114,7 +122,7 @@ class Call:
         self.identifier = 0
         """Of the latest attempt."""
         self.parts = parts
-        self.worker = worker
+        self.peer = peer
         self.handler = handler
         self.timeout = timeout
         self.depth = depth
@@ -159,7 +167,7 @@ class Call:
         if self.state is State.QUEUED:
             activity = f"not sent, because too much is in flight: {activity}"
         seconds = self.timeout if self.repeats is None else self.repeats.timeout
-        return RpcTimeoutError(self.worker.name, seconds, activity)
+        return RpcTimeoutError(self.peer.info.name, seconds, activity)
 
     def outcome_without(self, unsent: Collection[bytes] = ()) -> Outcome:
         """Returns what has become of it if it gets no answer.
@@ -182,7 +190,7 @@ class Call:
         if self.handler.user_values and parts.extensions.has_on_complete:
             parts.extensions.on_complete(self.identifier)
         if self.depth:
-            with parts.nesting.at(self.depth):  # of the calls that callbacks make
+            with parts.flow_control.nesting.at(self.depth):  # of the calls that callbacks make
                 self.future.set_result(value)
         else:
             self.future.set_result(value)
@@ -224,5 +232,5 @@ class Call:
             self.future.set_cancel(None)
         if self.handler.user_values:
             set_outcome(error, outcome)
-        with self.parts.nesting.at(self.depth):
+        with self.parts.flow_control.nesting.at(self.depth):
             self.future.set_exception(error)

@@ -29,25 +29,22 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
-from ..contracts.options import FlowControlOptions
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.deadlines import Deadlines, DeadlinesFactory
-from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.kept_errors import copy_error
-from ..peers.flow_control import FlowControl, Waiter
-from ..peers.network import Network
+from ..peers.flow_control import Waiter
+from ..peers.peer import Peer
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
 from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State
 from .codec import Codec
-from .extensions import Extensions
 from .finalizer_calls import FinalizerCalls
 from .repeats import CONNECTION_ERRORS, Repeats
-from .stats import CallCounter
 from .unanswered import Unanswered
 
 __all__ = ["Caller"]
@@ -56,40 +53,27 @@ log = logging.getLogger(__name__)
 
 
 @final
-class Caller:
+class Caller(WorkerWatcher):
     """The calls of one agent. Safe to use from any thread."""
 
-    def __init__(
-        self,
-        codec: Codec,
-        network: Network,
-        extensions: Extensions,
-        executor: Executor,
-        options: FlowControlOptions,
-        make_deadlines: DeadlinesFactory,
-    ) -> None:
+    def __init__(self, parts: CallParts, codec: Codec, make_deadlines: DeadlinesFactory) -> None:
         """Has sent nothing yet.
 
         Args:
+            parts: of the calls.
             codec: encodes requests, and decodes answers.
-            network: knows which workers answer, and takes messages back.
-            extensions: know the message types, and have hooks.
-            executor: runs what an expired deadline causes, and is told of threads that wait.
-            options: bound what is in flight.
             make_deadlines: makes the clock of the timeouts.
         """
-        self.flow_control = FlowControl(options)
-        self.counter = CallCounter()
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
         self.unanswered = Unanswered()
+        self.finalizer_calls = FinalizerCalls(parts.executor, parts.call_soon)
+        self._parts = parts
         self._codec = codec
-        self._network = network
         self._maps_devices = codec.maps_devices
-        self._extensions = extensions
-        self._executor = executor
-        self._nesting = self.flow_control.nesting
-        self.parts = CallParts(extensions, self.counter, self._nesting)
+        self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
+        self._counter, self._flow_control = parts.counter, parts.flow_control
+        self._nesting = parts.flow_control.nesting
         self._ids = itertools.count(1)
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
@@ -99,12 +83,11 @@ class Caller:
         """The calls that pause before they are sent again, by a negative number."""
         self._pauses = itertools.count(-1, -1)
         self._closed_by: Exception | None = None
-        self.finalizer_calls = FinalizerCalls(executor, network.call_soon)
         self._deadlines: Deadlines[int] = make_deadlines(
             self._expire,
             self.in_flight.__contains__,
             self.in_flight.__len__,
-            f"gradwire-deadlines-{network.me.name}",
+            f"gradwire-deadlines-{codec.values.me.name}",
         )
 
     # Sending: on any thread.
@@ -126,7 +109,7 @@ class Caller:
         packed = self._codec.pack_request(request, worker, device_map)
         repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
         handler = self._extensions.handlers[request.kind]
-        call = Call(self.parts, worker, handler, timeout, self._nesting.depth, repeats)
+        call = Call(self._parts, self._peers.by_id[worker.wire_id], handler, timeout, self._nesting.depth, repeats)
         self._start(call, request, packed, device_map)
         return call.future
 
@@ -136,7 +119,7 @@ class Caller:
         packed = self._codec.pack_request(request, worker, device_map)
         repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
         handler = self._extensions.handlers[request.kind]
-        call = Call(self.parts, worker, handler, timeout, self._nesting.depth, repeats)
+        call = Call(self._parts, self._peers.of(worker), handler, timeout, self._nesting.depth, repeats)
         try:
             waiter = self._begin(call, request, packed, device_map, blocks=False)
             if waiter is not None:
@@ -166,7 +149,8 @@ class Caller:
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
         """
-        call = Call(self.parts, worker, self._extensions.handlers[request.kind], timeout, self._nesting.depth)
+        handler = self._extensions.handlers[request.kind]
+        call = Call(self._parts, self._peers.of(worker), handler, timeout, self._nesting.depth)
         self._start(call, request, packed, device_map, broadcast)
         return call.future
 
@@ -187,7 +171,7 @@ class Caller:
             self._go_on(call, waiter, broadcast)
         except BaseException as error:
             if broadcast is not None:
-                broadcast.not_sent(call.worker.wire_id)
+                broadcast.not_sent(call.peer.id)
             if not self._take_back_unsent(call, error):
                 raise
 
@@ -205,7 +189,8 @@ class Caller:
         Returns:
             What to wait for first, if there is no capacity; then `_go_on` follows.
         """
-        worker, handler = call.worker, call.handler
+        peer, handler = call.peer, call.handler
+        worker = peer.info
         identifier = call.identifier = next(self._ids)
         if handler.user_values:
             for on_request in self._extensions.on_request:
@@ -231,23 +216,23 @@ class Caller:
         )
         if call.repeats is None:
             cancel = partial(self.cancel, identifier) if handler.cancellable else None
-            read_answer = self._network.answer_reader(worker)
+            read_answer = peer.transport.read_answer if peer.link is not None else None
             call.future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         else:
             self._begin_attempt(call, call.repeats)
         self.in_flight[identifier] = call  # the answer may arrive before `send` returns
         if request.keep is not None:
-            self.unanswered.kept[identifier] = worker.wire_id, request.keep
+            self.unanswered.kept[identifier] = peer, request.keep
         if not handler.user_values:
             return None
-        self.counter.requests.add(identifier)
-        self.counter.last_request = identifier
+        self._counter.requests.add(identifier)
+        self._counter.last_request = identifier
         if call.timeout:
             envelope.timeout_ms = max(1, min(int(1000 * call.timeout), MAX_TIMEOUT_MS))
         nbytes = len(packed.body)
         if packed.tensors:
             nbytes += bytes_of(packed.tensors)
-        waiter = self.flow_control.admit(worker, identifier, nbytes, blocks=blocks)
+        waiter = self._flow_control.admit(peer.window, identifier, nbytes, blocks=blocks)
         if waiter is not None:
             self._queue(call, waiter)
         return waiter
@@ -259,7 +244,7 @@ class Caller:
         call.future.add_done_callback(waiter.wake)
         if call.timeout:
             self._deadlines.add(call.identifier, call.timeout)
-        if call.worker.wire_id in self._network.lost:  # handled before the request was registered
+        if call.peer.end is not None:  # handled before the request was registered
             waiter.wake()
 
     def _go_on(self, call: Call, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
@@ -270,15 +255,15 @@ class Caller:
             if identifier not in self.in_flight:
                 self._release_unsent(call)
                 if broadcast is not None:
-                    broadcast.not_sent(call.worker.wire_id)
+                    broadcast.not_sent(call.peer.id)
                 return
             call.state = State.NEW
             if call.timeout:
                 call.tell_timeout(message.envelope)
         call.state = State.SENT
-        if not self._codec.try_to_send(message, broadcast):
+        if not self._codec.try_to_send(call.peer, message, broadcast):
             if broadcast is not None:
-                broadcast.not_sent(call.worker.wire_id)
+                broadcast.not_sent(call.peer.id)
             self._postpone(call, message)
             if call.timeout and waiter is None:
                 self._deadlines.add(identifier, call.timeout)
@@ -291,7 +276,7 @@ class Caller:
     def _release_unsent(self, call: Call) -> None:
         """Counts a call as not sent."""
         self.unanswered.drop(call.identifier)
-        self.flow_control.abandon(call.worker.wire_id, call.identifier)
+        self._flow_control.abandon(call.peer.window, call.identifier)
 
     def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
         """Undoes `_begin` for a call that was not sent, however far it has come.
@@ -303,7 +288,7 @@ class Caller:
         # It may have been failed, by the loss of its worker.
         is_taken = self.in_flight.pop(call.identifier, None) is not None
         if isinstance(error, SendFailedError) and is_taken:
-            error = SendFailedError(call.worker.name, error.reason, call.handler.description)
+            error = SendFailedError(call.peer.info.name, error.reason, call.handler.description)
         is_of_call = isinstance(error, CONNECTION_ERRORS) or (
             isinstance(error, Exception) and call.repeats is not None and call.repeats.attempts > 1
         )
@@ -314,7 +299,7 @@ class Caller:
         set_outcome(error, Outcome.NOT_SENT)
         self._extensions.on_failure(call.identifier, error, Outcome.NOT_SENT)
         self._extensions.on_complete(call.identifier)
-        self.counter.end_request(call.identifier)
+        self._counter.end_request(call.identifier)
         return False
 
     # Calls that wait for workers which do not answer: without a thread, and without what they have in channels.
@@ -325,11 +310,11 @@ class Caller:
         self._put_postponed(call, message)
         call.future.add_done_callback(lambda _: self._drop_postponed(call))
         # Its worker's state may have changed before it was there to be found.
-        absence = self._network.absence(call.worker)
+        absence = call.peer.absence
         if absence is None:
-            self._executor.submit(self.send_postponed, call.worker)
+            self._executor.submit(self._send_postponed, call.peer)
         elif not absence.waits:
-            self._take_and_fail(call, absence.as_error(call.worker.name), Outcome.NOT_SENT)
+            self._take_and_fail(call, absence.as_error(call.peer.info.name), Outcome.NOT_SENT)
 
     def _put_postponed(self, call: Call, message: Outgoing) -> None:
         call.state = State.POSTPONED
@@ -337,10 +322,10 @@ class Caller:
             self._extensions.on_send_postponed(message)
         self._postponed[call.identifier] = call
 
-    def send_postponed(self, worker: WorkerInfo) -> None:
+    def _send_postponed(self, peer: Peer) -> None:
         """Sends the calls to a worker that is back. Runs on a thread of the executor."""
         for identifier, call in sorted(self._postponed.copy().items()):
-            if call.worker.wire_id == worker.wire_id and self._postponed.pop(identifier, None) is not None:
+            if call.peer is peer and self._postponed.pop(identifier, None) is not None:
                 self._send_one_postponed(call)
 
     def _send_one_postponed(self, call: Call) -> None:
@@ -354,7 +339,7 @@ class Caller:
         if call.timeout:
             call.tell_timeout(message.envelope)
         try:
-            self._codec.send_prepared(message)
+            self._codec.send_prepared(call.peer, message)
         except WorkerSuspectError:  # again: what is told of that comes later
             self._put_postponed(call, message)
         except Exception as error:
@@ -382,10 +367,10 @@ class Caller:
         assert call.repeats is not None
         call.state = State.PAUSED
         call.identifier = number = next(self._pauses)
-        self.counter.begin_request(number)
+        self._counter.begin_request(number)
         self._paused[number] = call
         try:
-            self._network.call_soon(self._end_pause_later, number, call.repeats.take_pause())
+            self._parts.call_soon(self._end_pause_later, number, call.repeats.take_pause())
         except RuntimeError:  # the event loop has ended
             return self._take_paused(number) is None
         return self._closed_by is None or self._take_paused(number) is None  # `fail_all` has failed it
@@ -393,7 +378,7 @@ class Caller:
     def _take_paused(self, number: int) -> Call | None:
         call = self._paused.pop(number, None)
         if call is not None:
-            self.counter.end_request(number)
+            self._counter.end_request(number)
         return call
 
     def _end_pause_later(self, number: int, seconds: float) -> None:
@@ -407,24 +392,24 @@ class Caller:
         repeats = call.repeats
         assert repeats is not None
         try:
-            worker = self._find_present(call.worker.name)
-            if worker is not None:
-                repeats.context.copy().run(self._attempt, call, repeats, worker)
+            peer = self._find_present(call.peer.info.name)
+            if peer is not None:
+                repeats.context.copy().run(self._attempt, call, repeats, peer)
             elif repeats.error is not None and not (repeats.has_time() and self._pause(call)):
                 call.end(repeats.error, repeats.outcome)
         except Exception as error:
             call.end(error, repeats.outcome)
         finally:
-            self.counter.end_request(number)
+            self._counter.end_request(number)
 
-    def _attempt(self, call: Call, repeats: Repeats, worker: WorkerInfo) -> None:
+    def _attempt(self, call: Call, repeats: Repeats, peer: Peer) -> None:
         """Sends a call once more. Raises what keeps it from being sent at all."""
         request = repeats.request
-        call.worker, call.timeout, call.state = worker, repeats.seconds_left(), State.NEW
+        call.peer, call.timeout, call.state = peer, repeats.seconds_left(), State.NEW
         call.waits_since, call.abandon, call.is_expired, call.is_withdrawn = 0.0, None, False, False
         with self._nesting.at(call.depth):
-            device_map = self._codec.device_map(worker)
-            packed = self._codec.pack_request(request, worker, device_map)
+            device_map = self._codec.device_map(peer.info)
+            packed = self._codec.pack_request(request, peer.info, device_map)
             self._start(call, request, packed, device_map)
         if repeats.is_cancelled:
             self.cancel(call.identifier)
@@ -432,7 +417,7 @@ class Caller:
     def _begin_attempt(self, call: Call, repeats: Repeats) -> None:
         if not repeats.attempts:
             cancel = partial(self._cancel_attempts, call, repeats)
-            call.future = Future(self._executor, cancel, call.worker.name, call.handler.operation)
+            call.future = Future(self._executor, cancel, call.peer.info.name, call.handler.operation)
         repeats.attempts += 1
 
     def _cancel_attempts(self, call: Call, repeats: Repeats) -> bool:
@@ -440,21 +425,20 @@ class Caller:
         if self.cancel(call.identifier):
             return True
         if self._take_paused(call.identifier) is not None:
-            call.end(RpcCancelledError(call.worker.name), repeats.outcome)
+            call.end(RpcCancelledError(call.peer.info.name), repeats.outcome)
             return True
         return not call.future.is_completing
 
-    def _find_present(self, name: str) -> WorkerInfo | None:
+    def _find_present(self, name: str) -> Peer | None:
         try:
-            worker = self._network.worker(name)
+            peer = self._peers.find(name)
         except UnknownWorkerError:
             return None
-        absence = self._network.absence(worker)
-        return worker if absence is None or absence.waits else None
+        return peer if peer.absence is None or peer.absence.waits else None
 
     # Answers.
 
-    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+    def receive(self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Has the call completed that a message answers. Called on any thread; does not block.
 
         An answer is awaited once, by the request to its sender, also if that has timed out, or failed because the
@@ -463,12 +447,11 @@ class Caller:
         identifier, is_result = envelope.id, envelope.type == RESULT and not envelope.HasField("profile")
         call = self.in_flight.get(identifier)
         if call is None:
-            is_in_flight = self.flow_control.is_in_flight(source.wire_id, identifier)
-            is_awaited = is_in_flight or self.unanswered.take_orphan(source, identifier)
+            is_awaited = identifier in source.window.calls or self.unanswered.take_orphan(source, identifier)
         else:
-            is_awaited = call.worker.wire_id == source.wire_id
+            is_awaited = call.peer is source
         if not is_awaited or identifier in self._arrived:
-            log.info("worker %s answers a request that it has not got, or has answered; dropped", source.name)
+            log.info("worker %s answers a request that it has not got, or has answered; dropped", source.info.name)
             return
         if call is not None and is_result and not call.future.has_callbacks:
             if call.handler.is_quick and payloads is read_inline:
@@ -482,7 +465,7 @@ class Caller:
         # A thread that answers a call of this worker to itself has nothing more to do then.
         self._executor.call_last(partial(self._executor.submit_urgent, self.complete, source, envelope, payloads))
 
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+    def complete(self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Completes the call that a message answers. It may have failed meanwhile."""
         identifier = envelope.id
         self._arrived.discard(identifier)
@@ -490,12 +473,12 @@ class Caller:
         if kept := self.unanswered.kept:
             kept.pop(identifier, None)
         try:
-            self.flow_control.release(source.wire_id, identifier)
+            self._flow_control.release(source.window, identifier)
             if envelope.type == ERROR:
-                error = self._codec.values.decode_failure(source, body_of(envelope, payloads))
+                error = self._codec.values.decode_failure(source.info, body_of(envelope, payloads))
                 if call is not None and call.is_expired and isinstance(error, RpcCancelledError):
                     raise call.timeout_error()  # because of which it was cancelled
-                raise self._extensions.map_error(error, source)
+                raise self._extensions.map_error(error, source.info)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)
             value = self._codec.values.unpack(message)
@@ -507,17 +490,18 @@ class Caller:
             if call is not None:
                 call.succeed(value)
 
-    def on_confirmed(self, source: WorkerInfo, payload: object) -> None:
+    def on_confirmed(self, worker: WorkerInfo, payload: object) -> None:
         """Completes a call with None, as a control message in place of its answer says. Does not block."""
+        source = self._peers.of(worker)
         if not isinstance(payload, tuple) or len(payload) != 1:
             raise ValueError("malformed message: it confirms no request")
         call = self.in_flight.get(identifier := payload[0])
-        asked = call.worker.wire_id if call is not None else self.unanswered.worker_of(identifier)
-        if asked not in (source.wire_id, None):
-            raise ValueError(f"worker {source.name!r} confirms a request to another worker")
+        asked = call.peer if call is not None else self.unanswered.receiver_of(identifier)
+        if asked not in (source, None):
+            raise ValueError(f"worker {worker.name!r} confirms a request to another worker")
         call = self.in_flight.pop(identifier, None)
         self.unanswered.drop(identifier)
-        self.flow_control.release(source.wire_id, identifier)
+        self._flow_control.release(source.window, identifier)
         if call is None:
             self.unanswered.take_orphan(source, identifier)  # it has failed meanwhile
         elif call.future.has_callbacks:
@@ -525,18 +509,18 @@ class Caller:
         else:
             call.succeed(None)
 
-    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def on_rejected(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the call whose answer cannot be read."""
-        self._codec.values.record_refusal(source, error)
+        self._codec.values.record_refusal(source.info, error)
         call, identifier = self.in_flight.get(envelope.id), envelope.id
-        asked = call.worker.wire_id if call is not None else self.unanswered.worker_of(identifier)
-        if asked not in (source.wire_id, None):
-            log.warning("worker %s answers a request to worker %d; dropped", source.name, asked)
+        asked = call.peer if call is not None else self.unanswered.receiver_of(identifier)
+        if asked is not None and asked is not source:
+            log.warning("worker %s answers a request to %s; dropped", source.info.name, asked.info.name)
             return
         self.unanswered.drop(identifier)
-        self.flow_control.release(source.wire_id, identifier)
+        self._flow_control.release(source.window, identifier)
         if isinstance(error, PayloadLostError):
-            error = AnswerFailedError(source.name, str(error))
+            error = AnswerFailedError(source.info.name, str(error))
         if call is not None:
             self._take_and_fail(call, error, _outcome_of(envelope))
 
@@ -562,7 +546,7 @@ class Caller:
         try:
             self._withdraw(call)
         finally:
-            self._fail(call, RpcCancelledError(call.worker.name), call.outcome_without())
+            self._fail(call, RpcCancelledError(call.peer.info.name), call.outcome_without())
         return True
 
     def _withdraw(self, call: Call, then: Callable[[], None] = lambda: None) -> None:
@@ -577,23 +561,23 @@ class Caller:
             then()
         elif message.payloads:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it what was queued
-                self._network.call_soon(self._withdraw_message, call, message, then)
+                self._parts.call_soon(self._withdraw_message, call, message, then)
         else:
             self._withdraw_message(call, message, then)
 
     def _withdraw_message(self, call: Call, message: Outgoing, then: Callable[[], None]) -> None:
         """Called on the event loop if there are payloads outside the envelope."""
         identifier = message.envelope.id
-        if self._network.withdraw(message, message.payloads):
+        if call.peer.withdraw(message):
             call.is_withdrawn = True
             self.unanswered.drop(identifier)
-            self.flow_control.release(message.destination.wire_id, identifier)
-            self._codec.resend_control(message)
+            self._flow_control.release(call.peer.window, identifier)
+            self._codec.resend_control(call.peer, message)
             self._executor.submit(self._extensions.on_send_aborted, message)
         else:
             cancel = agent_pb2.Envelope(id=identifier, type=CANCEL)
             with contextlib.suppress(*CONNECTION_ERRORS):
-                self._network.send(message.destination, cancel.SerializeToString())
+                call.peer.send(cancel.SerializeToString())
         then()
 
     def _expire(self, identifier: int) -> None:
@@ -610,70 +594,68 @@ class Caller:
     def _fail_timed_out(self, call: Call) -> None:
         self._take_and_fail(call, call.timeout_error())
 
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
-        """Fails the calls to a worker that is lost.
+    # What becomes of its workers.
 
-        Args:
-            worker: the worker.
-            end: how it ended.
-            unsent: see `on_worker_suspect`.
-        """
-        self.flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
-        for call in self.in_flight.copy().values():
-            if call.worker.wire_id == worker.wire_id:
-                self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
-        self.unanswered.drop_worker(worker)
-
-    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> tuple[Collection[Call], Collection[int]]:
-        """Returns what gets no answer from a worker that is suspect by now.
-
-        Args:
-            worker: the worker.
-            waits: whether calls that have not been sent wait for it.
-
-        Returns:
-            The calls, without those that are about to find out, and the ids of those that have failed before.
-        """
-        sent = self.unanswered.of(worker)
-        sent.update(self.flow_control.in_flight(worker.wire_id))
+    def note_suspect(self, worker: WorkerInfo, reason: str) -> Callable[[], None]:
+        """Returns what fails the calls that get no answer from a worker that does not answer."""
+        peer = self._peers.of(worker)
+        sent = self.unanswered.of(peer)
+        sent.update(peer.window.calls.copy())
         in_flight = self.in_flight.copy()  # after the others, to which a new call is added later
+        # Those of the first kind are about to find out; what has not been sent may wait for the worker.
+        waits = peer.absence is not None and peer.absence.waits
         spared = {State.NEW, State.POSTPONED} if waits else {State.NEW}
-        concerned = [call for call in in_flight.values() if call.state not in spared]
-        return [call for call in concerned if call.worker.wire_id == worker.wire_id], sent - in_flight.keys()
+        concerned = [call for call in in_flight.values() if call.peer is peer and call.state not in spared]
+        failed = sent - in_flight.keys()
+        return partial(self._fail_suspect, peer, reason, peer.unsent, concerned, failed)
 
-    def on_worker_suspect(
+    def _fail_suspect(
         self,
-        worker: WorkerInfo,
+        peer: Peer,
         reason: str,
-        concerned: tuple[Collection[Call], Collection[int]],
         unsent: Collection[bytes],
+        concerned: Collection[Call],
+        failed: Collection[int],
     ) -> None:
         """Fails calls to a worker that does not answer.
 
         Args:
-            worker: the worker.
+            peer: the worker.
             reason: how that was noticed.
-            concerned: what `sent_to` has returned.
             unsent: the beginnings of the envelopes that have not left this process.
+            concerned: the calls.
+            failed: the ids of those that have failed before.
         """
-        calls, failed = concerned
-        for identifier in (*failed, *(call.identifier for call in calls)):
+        for identifier in (*failed, *(call.identifier for call in concerned)):
             self.unanswered.drop(identifier)
             # First: callbacks may make calls that wait for capacity.
-            self.flow_control.release(worker.wire_id, identifier)
-        for call in calls:
+            self._flow_control.release(peer.window, identifier)
+        for call in concerned:
             identifier = call.identifier
             if self.in_flight.pop(identifier, None) is None:
                 continue
             outcome = call.outcome_without(unsent)
             if outcome is Outcome.UNKNOWN:
-                self.unanswered.add_orphan(worker, identifier)
-            self._fail(call, WorkerSuspectError(worker.name, reason), outcome)
+                self.unanswered.add_orphan(peer, identifier)
+            self._fail(call, WorkerSuspectError(peer.info.name, reason), outcome)
+
+    def note_back(self, worker: WorkerInfo) -> Callable[[], None]:
+        """Returns what sends the calls to a worker that has not answered."""
+        return partial(self._send_postponed, self._peers.of(worker))
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Fails the calls to a worker that is lost."""
+        peer = self._peers.of(worker)
+        self._flow_control.release_all(peer.window)  # first: callbacks may make calls that wait for capacity
+        for call in self.in_flight.copy().values():
+            if call.peer is peer:
+                self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(peer.unsent))
+        self.unanswered.drop_all(peer)
 
     def count_unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""
         calls = [each for each in list(self.in_flight.values()) if each.handler.user_values]
-        return Counter(each.worker.name for each in calls)
+        return Counter(each.peer.info.name for each in calls)
 
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
@@ -688,7 +670,7 @@ class Caller:
         for number in list(self._paused):
             if (call_again := self._take_paused(number)) is not None and call_again.repeats is not None:
                 call_again.end(copy_error(error), call_again.repeats.outcome)
-        self.flow_control.close()  # last: those that wait have failed, so they are not sent
+        self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self.unanswered.kept.clear()
 
 

@@ -1,12 +1,13 @@
 """Values to messages and back."""
 
-from typing import Any, final
+from typing import final
 
 import torch
 
 from ...errors import RpcError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
+from ..channels.cuda.staging import DeviceStaging
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
@@ -14,13 +15,13 @@ from ..contracts.messages import Buffer, Incoming, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..peers.control import ControlStreams
-from ..peers.network import Network
+from ..peers.peer import Peer
+from ..peers.traffic import INLINE
 from ..wire.device_maps import device_map_of_answer
 from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.pickling import Packed
 from ..wire.tensors import decode_tensors, encode_tensors
 from .extensions import Extensions
-from .stats import INLINE, TrafficStats
 from .values import Values
 
 __all__ = ["CONFIRMED", "Codec"]
@@ -38,8 +39,8 @@ class Codec:
         options: RpcBackendOptions,
         values: Values,
         extensions: Extensions,
-        network: Network,
         control: ControlStreams,
+        devices: DeviceStaging,
     ) -> None:
         """Makes the codec of one agent.
 
@@ -47,17 +48,14 @@ class Codec:
             options: the agent's.
             values: pickles and unpickles.
             extensions: add headers to messages and read them.
-            network: carries the messages.
             control: its messages are taken along.
+            devices: copies tensors to devices.
         """
         self.values = values
-        self.traffic = TrafficStats()
         self._options = options
         self._extensions = extensions
-        self._network = network
         self._control = control
-        self._waiting_control = control.waiting
-        self._devices = network.cuda_ipc.staging
+        self._devices = devices
         channels = options.channels
         self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
         self._small_bytes = min(self._inline_threshold, channels.shared_memory_threshold)
@@ -84,44 +82,45 @@ class Codec:
             value = encode(request.kind, value)
         return self.values.pack(value, request.label, worker, device_map)
 
-    def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> None:
+    def send(self, peer: Peer, message: Outgoing, broadcast: Broadcast | None = None) -> None:
         """Sends a message. If that fails, the extensions undo what they have noted of it.
 
         Args:
+            peer: its receiver.
             message: what to send; its envelope is completed, and it says afterwards where it went.
             broadcast: what it shares with messages to other workers.
 
         Raises:
             WorkerLostError, WorkerSuspectError, SendFailedError, SerializationError: nothing was sent; see
-                `Network.send`.
+                `Peer.send`.
             Exception: an extension refuses the message; nothing was sent.
         """
-        if (absence := self._network.absence(message.destination)) is not None:
-            raise absence.as_error(message.destination.name)
+        if peer.absence is not None:
+            peer.check_present()
         if not message.user_values:
-            self._put(message, broadcast)
+            self._put(peer, message, broadcast)
             return
         self._extensions.on_send(message)
         try:
-            self._put(message, broadcast)
+            self._put(peer, message, broadcast)
         except BaseException:
             self._extensions.on_send_aborted(message)
             raise
 
-    def try_to_send(self, message: Outgoing, broadcast: Broadcast | None = None) -> bool:
+    def try_to_send(self, peer: Peer, message: Outgoing, broadcast: Broadcast | None = None) -> bool:
         """Sends a message as `send` does, or only prepares it if its receiver does not answer and calls wait.
 
         Returns:
             Whether it was sent. If not, `send_prepared` sends it, or `Extensions.on_send_aborted` undoes this.
         """
-        absence = self._network.absence(message.destination)
+        absence = peer.absence
         if absence is not None and not absence.waits:
-            raise absence.as_error(message.destination.name)
+            raise absence.as_error(peer.info.name)
         if message.user_values:
             self._extensions.on_send(message)
         try:
             if absence is None:
-                self._put(message, broadcast)
+                self._put(peer, message, broadcast)
         except WorkerSuspectError:  # which is not known before the next attempt, or by now
             return False
         except BaseException:
@@ -130,12 +129,12 @@ class Codec:
             raise
         return absence is None
 
-    def send_prepared(self, message: Outgoing) -> None:
+    def send_prepared(self, peer: Peer, message: Outgoing) -> None:
         """Sends a message that `try_to_send` has not sent. Raises what `send` raises, and undoes nothing."""
-        self._network.check_present(message.destination)
-        self._put(message, None)
+        peer.check_present()
+        self._put(peer, message, None)
 
-    def _put(self, message: Outgoing, broadcast: Broadcast | None) -> None:
+    def _put(self, peer: Peer, message: Outgoing, broadcast: Broadcast | None) -> None:
         """Puts the payloads of a message into channels, and its envelope into the transport."""
         envelope = message.envelope
         nbytes = len(message.body)
@@ -148,16 +147,16 @@ class Codec:
         if inline is not None:
             envelope.body.inline = message.body
             message.nbytes = nbytes + inline
-            self.traffic.sent(message.destination.wire_id, message.nbytes)
+            peer.traffic.sent(message.nbytes)
             try:
-                if self._waiting_control:
-                    self._control.take_along(message.destination, envelope)
-                message.ticket = self._network.send(message.destination, envelope.SerializeToString())
+                if peer.control.is_waiting:
+                    self._control.take_along(peer.control, envelope)
+                message.ticket = peer.send(envelope.SerializeToString())
             except Exception:
-                self._put_back(message, tensors)
+                self._put_back(peer, message, tensors)
                 raise
             return
-        writer = self._network.writer(message.destination, broadcast)
+        writer = peer.writer(broadcast)
         writer.may_send_back = message.reply_to is not None
         try:
             writer.put_body(message.body, envelope.body)
@@ -169,37 +168,35 @@ class Codec:
             message.tensors = []  # a received one gives its segment back, with this envelope or in it
             writer.settle(envelope)
             envelope.attached_nbytes = writer.attached_nbytes
-            if self._waiting_control:
-                self._control.take_along(message.destination, envelope)
+            if peer.control.is_waiting:
+                self._control.take_along(peer.control, envelope)
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
         except Exception:
             writer.abort()
-            self._put_back(message, tensors)
+            self._put_back(peer, message, tensors)
             raise
         try:
             # Now: the receiver may ask for the counts at once.
-            self.traffic.sent_by_channel(
-                message.destination.wire_id, writer.nbytes, writer.inline_nbytes, writer.external_nbytes
-            )
-            message.ticket = self._network.send(message.destination, data, writer.attached)
+            peer.traffic.sent_by_channel(writer.nbytes, writer.inline_nbytes, writer.external_nbytes)
+            message.ticket = peer.send(data, writer.attached)
         except RpcError:  # after what a signal handler raises, the message may be on its way
             writer.abort()
-            self._put_back(message, tensors)
+            self._put_back(peer, message, tensors)
             raise
         writer.start()
 
-    def _put_back(self, message: Outgoing, tensors: list[torch.Tensor]) -> None:
+    def _put_back(self, peer: Peer, message: Outgoing, tensors: list[torch.Tensor]) -> None:
         """Has a message, whose envelope was not sent, hold its tensors again."""
         message.tensors = tensors
         message.envelope.ClearField("tensors")
-        self.resend_control(message)
+        self.resend_control(peer, message)
 
-    def resend_control(self, message: Outgoing) -> None:
+    def resend_control(self, peer: Peer, message: Outgoing) -> None:
         """Has the control messages sent again that a message has taken along, and that will not arrive with it."""
         if message.envelope.HasField("control"):
             message.envelope.ClearField("control")
-            self._control.send_again(message.destination)
+            self._control.send_again(peer.control)
 
     def _put_inline(self, message: Outgoing) -> int | None:
         """Puts the tensors of a message into its envelope; returns their bytes, or None if they go another way."""
@@ -217,12 +214,12 @@ class Codec:
 
     # Receiving.
 
-    def process_control(self, source: WorkerInfo) -> None:
+    def process_control(self, source: Peer) -> None:
         """Processes the control messages of a worker that have arrived."""
-        self._control.process(source)
+        self._control.process(source.control)
 
     def read(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, user_values: bool
+        self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, user_values: bool
     ) -> Incoming:
         """Returns a message that has arrived, not unpickled yet.
 
@@ -242,8 +239,8 @@ class Codec:
             tensors, nbytes = inline
             body: Buffer = envelope.body.inline
             nbytes += len(body)
-            self.traffic.received(source.wire_id, nbytes)
-            message = Incoming(source, envelope, body, tensors, nbytes)
+            source.traffic.received(nbytes)
+            message = Incoming(source.info, envelope, body, tensors, nbytes)
             if user_values and (envelope.has_headers or self._extensions.observes):
                 self._extensions.on_receive(message)
             return message
@@ -259,15 +256,11 @@ class Codec:
             tensors = decode_tensors(envelope.tensors, get, self._devices)
             body = body_of(envelope, get)
         except Exception as error:
-            self.values.record_refusal(source, error)
-            self._extensions.on_decode_error(source, envelope, error)
+            self.values.record_refusal(source.info, error)
+            self._extensions.on_decode_error(source.info, envelope, error)
             raise
-        self.traffic.received_by_channel(source.wire_id, by_channel)
-        message = Incoming(source, envelope, body, tensors, sum(by_channel.values()))
+        source.traffic.received_by_channel(by_channel)
+        message = Incoming(source.info, envelope, body, tensors, sum(by_channel.values()))
         if user_values and (envelope.has_headers or self._extensions.observes):
             self._extensions.on_receive(message)
         return message
-
-    def traffic_by_worker(self) -> dict[str, dict[str, Any]]:
-        """Returns the messages and bytes between this worker and each other, by name and channel."""
-        return self.traffic.by_worker(lambda worker: self._network.incarnation(worker).name)

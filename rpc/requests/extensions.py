@@ -11,7 +11,6 @@ from ...proto.v1 import agent_pb2
 from ..contracts.extension import Awaited, Extension
 from ..contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
 from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
 from ..wire.pickling import Packer
 
 __all__ = ["Extensions"]
@@ -224,31 +223,6 @@ class Extensions:
         return scopes[0] if len(scopes) == 1 else _nested(scopes)
 
     # Lifecycle.
-
-    def on_connection_broken(self, worker: WorkerInfo) -> None:
-        """Tells the extensions, here and now, that the connection to a worker broke."""
-        for extension in self._extensions:
-            extension.on_connection_broken(worker)
-
-    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
-        """Tells the extensions that a worker does not answer, and why."""
-        for extension in self._extensions:
-            extension.on_worker_suspect(worker, reason)
-
-    def on_worker_back(self, worker: WorkerInfo) -> None:
-        """Tells the extensions that a suspect worker answers again."""
-        for extension in self._extensions:
-            extension.on_worker_back(worker)
-
-    def on_worker_joined(self, worker: WorkerInfo) -> None:
-        """Tells the extensions that a worker has joined."""
-        for extension in self._extensions:
-            extension.on_worker_joined(worker)
-
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Tells the extensions that a worker is lost, and how it ended."""
-        for extension in self._extensions:
-            extension.on_worker_lost(worker, end)
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns the extensions' counts of live objects, by name, for the agent's debug info."""

@@ -7,21 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import Device, DeviceMap
 from ..contracts.messages import Request
 from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
-from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..peers.flow_control import has_event_loop
-from ..peers.network import Network
 from ..transports.base import Connecting
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of, make_sendable
+from .call import CallParts
 from .caller import Caller
 from .codec import Codec
-from .extensions import Extensions
 
 __all__ = ["MultiSender"]
 
@@ -42,23 +41,19 @@ class _Encoded:
 class MultiSender:
     """Sends requests to several workers."""
 
-    def __init__(
-        self, caller: Caller, codec: Codec, network: Network, extensions: Extensions, executor: Executor
-    ) -> None:
+    def __init__(self, parts: CallParts, caller: Caller, codec: Codec, broadcasts: BroadcastChannel) -> None:
         """Sends nothing yet.
 
         Args:
+            parts: of the calls.
             caller: sends the request to each worker.
             codec: pickles values.
-            network: broadcasts large payloads.
-            extensions: know the message types.
-            executor: is told of waits; of the futures of requests that cannot be sent.
+            broadcasts: carries the large payloads of requests to several workers.
         """
         self._caller = caller
         self._codec = codec
-        self._network = network
-        self._extensions = extensions
-        self._executor = executor
+        self._broadcasts = broadcasts
+        self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
         self._timed_out: set[Connecting] = set()
         """The connections that were not made within CONNECT_TIMEOUT_S."""
 
@@ -74,7 +69,8 @@ class MultiSender:
         same_for_all = all(each.packed is encoded[0].packed for each in encoded)
         if encoded and same_for_all:
             self._connect(workers, encoded[0].packed)
-        broadcast = self._network.broadcast(workers) if same_for_all else None
+        present = [worker.wire_id for worker in workers if self._peers.of(worker).absence is None]
+        broadcast = self._broadcasts.broadcast(present) if same_for_all else None
         if broadcast is not None:
             encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
             request = replace(request, keep=broadcast)
@@ -94,10 +90,12 @@ class MultiSender:
         Does nothing on a thread that runs an event loop. Waits for each worker once.
         """
         nbytes = len(packed.body) + bytes_of(packed.tensors)
-        unconnected = self._network.broadcasts.unconnected([worker.wire_id for worker in workers], nbytes)
+        unconnected = self._broadcasts.unconnected([worker.wire_id for worker in workers], nbytes)
         if not unconnected or has_event_loop():
             return
-        connecting = {self._network.connect(worker) for worker in workers if worker.wire_id in unconnected}
+        connecting = {
+            self._peers.of(worker).transport.connect() for worker in workers if worker.wire_id in unconnected
+        }
         with self._executor.blocking():
             connecting -= self._timed_out
             waited = wait_interruptibly(concurrent.futures.wait, connecting, CONNECT_TIMEOUT_S)

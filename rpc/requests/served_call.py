@@ -25,7 +25,7 @@ from ...proto.v1 import agent_pb2
 from ..channels.payloads import PayloadReader
 from ..contracts.extension import Awaited
 from ..contracts.messages import Handler, Incoming
-from ..contracts.worker import WorkerInfo
+from ..peers.peer import Peer
 
 __all__ = ["CallKey", "ServedCall", "ServedState"]
 
@@ -63,7 +63,7 @@ class ServedCall:
         "wake",
     )
 
-    def __init__(self, source: WorkerInfo, envelope: agent_pb2.Envelope, handler: Handler | None) -> None:
+    def __init__(self, source: Peer, envelope: agent_pb2.Envelope, handler: Handler | None) -> None:
         """Has arrived; its payloads may still be on their way.
 
         Args:
@@ -74,7 +74,7 @@ class ServedCall:
         self.source = source
         self.envelope = envelope
         self.handler = handler
-        self.key: CallKey = (source.wire_id, envelope.id)
+        self.key: CallKey = (source.id, envelope.id)
         timeout = envelope.timeout_ms
         self.deadline = time.monotonic() + timeout / 1000 if timeout else 0.0
         """The time of `time.monotonic` until which its caller waits; 0 for ever."""

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import final
@@ -20,12 +19,12 @@ from ...errors import LimitReachedError
 from ..contracts.extension import Awaited
 from ..contracts.messages import Incoming
 from ..contracts.options import FlowControlOptions
-from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..peers.flow_control import CALL_BYTES
+from ..peers.peer import Peer
 from .served_call import CallKey, ServedCall, ServedState
 
-__all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "ServedCalls"]
+__all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "ServedCalls", "may_begin"]
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
@@ -49,12 +48,9 @@ class NotBegun(Enum):
     """Its caller is lost."""
 
 
-@dataclass(slots=True)
-class _Count:
-    """The parked requests of one worker."""
-
-    requests: int = 0
-    nbytes: int = 0
+def may_begin(source: Peer) -> bool:
+    """Returns whether requests of a worker may begin. One that has left has sent its last ones on purpose."""
+    return source.end is None or source.end.orderly
 
 
 @final
@@ -76,10 +72,6 @@ class ServedCalls:
         """The requests that have not begun to run."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
-        self._lost: set[int] = set()
-        """The workers whose requests do not begin any more."""
-        self._gone: set[int] = set()
-        """Those that get no answers any more."""
         self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
         self._numbers: dict[int, CallKey] = {}
         """The parked requests that have timeouts."""
@@ -91,8 +83,6 @@ class ServedCalls:
         self._name = name
         self._lock = threading.Lock()
         # Guarded by the lock.
-        self._counts: dict[int, _Count] = {}
-        """Of the parked requests, by worker."""
         self._clock: Deadlines[int] | None = None
         self._is_closed = False
 
@@ -101,19 +91,19 @@ class ServedCalls:
     def add(self, call: ServedCall) -> None:
         """Registers a request that has arrived."""
         self.waiting[call.key] = call
-        if self._lost and call.source.wire_id in self._lost:  # which may have been told before it was registered
+        if call.source.end is not None and not may_begin(call.source):  # it may have been told before this
             self.waiting.pop(call.key, None)
 
     def begin(self, call: ServedCall) -> NotBegun | None:
         """Has a request begin to run; returns why it does not if it does not."""
         if self.waiting.pop(call.key, None) is None:
-            return NotBegun.ABANDONED if call.source.wire_id in self._lost else NotBegun.CANCELLED
+            return NotBegun.CANCELLED if may_begin(call.source) else NotBegun.ABANDONED
         if call.deadline and time.monotonic() >= call.deadline:
             return NotBegun.EXPIRED
         call.state = ServedState.RUNNING
         return None
 
-    def may_begin(self, call: ServedCall) -> bool:
+    def is_due(self, call: ServedCall) -> bool:
         """Returns whether `begin` would have a request begin now."""
         return call.key in self.waiting and not call.is_expired
 
@@ -128,15 +118,10 @@ class ServedCalls:
         """Forgets a request that will not run."""
         self.waiting.pop(key, None)
 
-    def drop_worker(self, worker: WorkerInfo) -> None:
-        """Keeps the requests of a worker that is lost from beginning."""
-        self._lost.add(worker.wire_id)
-        self.cancel_all(worker)
-
-    def cancel_all(self, worker: WorkerInfo) -> None:
+    def cancel_all(self, source: Peer) -> None:
         """Keeps the requests of a worker that have arrived from beginning."""
         for key in list(self.waiting):
-            if key[0] == worker.wire_id:
+            if key[0] == source.id:
                 self.cancel(key)
 
     # Those that are answered later.
@@ -162,14 +147,9 @@ class ServedCalls:
         deadlines = [call.deadline for call in self.deferred.copy().values() if call.deadline]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def deferred_of(self, worker: WorkerInfo) -> list[CallKey]:
-        """Returns the keys of those of a worker that is gone; `is_gone` says so of later ones."""
-        self._gone.add(worker.wire_id)
-        return [key for key in self.deferred.copy() if key[0] == worker.wire_id]
-
-    def is_gone(self, worker: WorkerInfo) -> bool:
-        """Returns whether a worker gets no answers any more."""
-        return worker.wire_id in self._gone
+    def deferred_of(self, source: Peer) -> list[CallKey]:
+        """Returns the keys of those of a worker."""
+        return [key for key in self.deferred.copy() if key[0] == source.id]
 
     # Those that wait without a thread.
 
@@ -177,7 +157,7 @@ class ServedCalls:
         """Has a request wait. It is resumed once: when something that it waits for is over, or it is not to run.
 
         Args:
-            call: the request, which `may_begin`.
+            call: the request, which `is_due`.
             awaited: what it waits for.
             resume: has it served again.
 
@@ -199,10 +179,10 @@ class ServedCalls:
         if self._parked.get(key) is not mine:  # woken meanwhile
             self._remove(call)
 
-    def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
+    def figures(self, source: Peer) -> Mapping[str, int]:
         """Returns the number of requests of a worker that are parked."""
         with self._lock:
-            return {"parked_requests": self._counts.get(worker.wire_id, _Count()).requests}
+            return {"parked_requests": source.parked_requests}
 
     def close(self) -> None:
         """Ends the clock: no parked request times out from now on."""
@@ -220,11 +200,8 @@ class ServedCalls:
         call, resume = parked
         self._remove(call)
         with self._lock:
-            count = self._counts[key[0]]
-            count.requests -= 1
-            count.nbytes -= max(call.nbytes, CALL_BYTES)
-            if not count.requests:
-                del self._counts[key[0]]
+            call.source.parked_requests -= 1
+            call.source.parked_bytes -= max(call.nbytes, CALL_BYTES)
         call.state = ServedState.ARRIVED
         resume(call)
 
@@ -234,21 +211,18 @@ class ServedCalls:
             for each in call.awaited:
                 each.remove_waiter(call.wake)
 
-    def _count(self, source: WorkerInfo, nbytes: int) -> None:
+    def _count(self, source: Peer, nbytes: int) -> None:
         nbytes = max(nbytes, CALL_BYTES)
         with self._lock:
-            count = self._counts.get(source.wire_id) or _Count()
-            if count.requests >= self._max_parked or (
-                count.requests and count.nbytes + nbytes > self._max_parked_bytes
-            ):
+            count, parked_bytes = source.parked_requests, source.parked_bytes
+            if count >= self._max_parked or (count and parked_bytes + nbytes > self._max_parked_bytes):
                 raise LimitReachedError(
-                    f"{count.requests} requests of worker {source.name!r}, of {count.nbytes} bytes, wait for "
-                    "values that are not there",
+                    f"{count} requests of worker {source.info.name!r}, of {parked_bytes} bytes, wait for values "
+                    "that are not there",
                     f"waiting requests={self._max_parked}",
                 )
-            self._counts[source.wire_id] = count
-            count.requests += 1
-            count.nbytes += nbytes
+            source.parked_requests += 1
+            source.parked_bytes += nbytes
 
     def _expire_later(self, number: int, key: CallKey, deadline: float) -> None:
         with self._lock:

@@ -34,15 +34,17 @@ from ..contracts.messages import (
     Outgoing,
     UnwantedMessageError,
 )
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
-from ..execution.executor import Executor
-from ..peers.postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
+from ..contracts.worker_end import WorkerEnd
+from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
+from ..peers.peer import Peer
 from ..peers.received_requests import ReceivedRequests
 from .call import CallParts
+from .call_counter import CallCounter
 from .codec import Codec
 from .served_call import CallKey, ServedCall, ServedState
-from .served_calls import NotBegun, ServedCalls
-from .stats import CallCounter
+from .served_calls import NotBegun, ServedCalls, may_begin
 
 __all__ = ["Server"]
 
@@ -50,28 +52,25 @@ log = logging.getLogger(__name__)
 
 
 @final
-class Server:
+class Server(WorkerWatcher):
     """Runs the handlers of requests, on the executor's threads, and sends their answers."""
 
     def __init__(
         self,
-        codec: Codec,
         parts: CallParts,
-        executor: Executor,
+        codec: Codec,
         received: ReceivedRequests,
         calls: ServedCalls,
-        postponed: PostponedRequests,
+        backlogs: Backlogs,
     ) -> None:
         """Makes the server of one agent.
 
         Args:
+            parts: of the calls.
             codec: decodes requests and encodes answers.
-            parts: the extensions, which have the handlers; counts what is served; and is told how deep the calls
-                are that the handlers make.
-            executor: runs the handlers.
             received: is told of requests that begin to run.
             calls: the users' requests that have not begun to run, or are to be answered later.
-            postponed: postpones the calls of workers for which too much is queued.
+            backlogs: postpone the calls of workers for which too much is queued.
         """
         self.calls = calls
         """The requests that have not begun to run, and those that are to be answered later."""
@@ -79,36 +78,36 @@ class Server:
         """Those of the latter whose answer is known and has not been sent."""
         self._me = codec.values.me
         self._codec = codec
-        self._extensions, self._counter, self._nesting = parts.extensions, parts.counter, parts.nesting
-        self._executor = executor
+        self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
+        self._counter, self._nesting = parts.counter, parts.flow_control.nesting
         self._received = received
-        self.postponed = postponed
+        self.backlogs = backlogs
 
-    def arrive(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> ServedCall:
+    def arrive(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
         """Notes a request that has arrived; its payloads may be on their way. Called on any thread."""
         handler = self._extensions.handlers.get(envelope.type)
         call = ServedCall(source, envelope, handler)
         if handler is not None and handler.user_values and envelope.id:
             self.calls.add(call)
             for on_arrival in self._extensions.on_arrival:
-                on_arrival(source, envelope)
+                on_arrival(source.info, envelope)
         return call
 
-    def find(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> ServedCall:
+    def find(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
         """Returns a request that has arrived before its payloads. It may not be waiting any more."""
-        found = self.calls.waiting.get((source.wire_id, envelope.id)) if envelope.id else None
+        found = self.calls.waiting.get((source.id, envelope.id)) if envelope.id else None
         return found or ServedCall(source, envelope, self._extensions.handlers.get(envelope.type))
 
     def serve(self, call: ServedCall) -> None:
         """Runs a request and answers it, or has it wait. Runs on a thread of the executor."""
         source, envelope, handler = call.source, call.envelope, call.handler
-        call.nbytes = self._received.begin(source)
+        call.nbytes = self._received.begin(source.received)
         if envelope.HasField("control"):
             self._codec.process_control(source)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
         elif (
-            self.postponed.waiting
+            self.backlogs.full
             and handler.user_values
             and envelope.id  # not the items of a stream, which are no calls
             and self._postpone(call)
@@ -138,7 +137,7 @@ class Server:
         """Returns whether a call is postponed, or refused because too many are."""
         call.state = ServedState.POSTPONED
         try:
-            is_postponed = self.postponed.add(call.source, partial(self._submit_again, call))
+            is_postponed = self.backlogs.add(call.source.backlog, partial(self._submit_again, call))
         except LimitReachedError as error:
             self._refuse(call, error)
             return True
@@ -151,7 +150,7 @@ class Server:
         awaited: list[Awaited] = []
         for wait_before_run in self._extensions.wait_before_run:
             awaited += wait_before_run(call.envelope)
-        if not awaited or not self.calls.may_begin(call):
+        if not awaited or not self.calls.is_due(call):
             return False
         try:
             self.calls.park(call, awaited, self._submit_again)
@@ -160,13 +159,13 @@ class Server:
         return True
 
     def _refuse(self, call: ServedCall, error: Exception) -> None:
-        self._extensions.on_decode_error(call.source, call.envelope, error)
+        self._extensions.on_decode_error(call.source.info, call.envelope, error)
         self.reject(call.source, call.envelope, error)
 
     def _submit_again(self, call: ServedCall) -> None:
         """Has a request run that was postponed or parked, if nothing else keeps it from that by then."""
         call.state = ServedState.ARRIVED
-        self._received.add(call.source, call.nbytes)
+        self._received.add(call.source.received, call.nbytes)
         self._executor.submit(self.serve, call)
 
     def _drop(self, call: ServedCall, handler: Handler, reason: NotBegun) -> None:
@@ -180,16 +179,16 @@ class Server:
             error = RpcTimeoutError(self._me.name, envelope.timeout_ms / 1000, activity)
         else:
             error = WorkerLostError(
-                source.name, f"this was noticed before a request of it began on {self._me.name!r}"
+                source.info.name, f"this was noticed before a request of it began on {self._me.name!r}"
             )
-        self._extensions.on_decode_error(source, envelope, error)
+        self._extensions.on_decode_error(source.info, envelope, error)
         self._answer_error(source, envelope, error, has_begun=False)
 
-    def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def reject(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
-        self.calls.discard((source.wire_id, envelope.id))
+        self.calls.discard((source.id, envelope.id))
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
-            self._codec.values.record_refusal(source, error)
+            self._codec.values.record_refusal(source.info, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error, has_begun=False)
@@ -238,20 +237,20 @@ class Server:
                 if not future.done():
                     self.calls.defer(call, message)
                     future.add_done_callback(partial(self._answer_later, call.key))
-                    if self.calls.is_gone(message.source):  # who may have been told before it was registered
+                    if call.source.end is not None:  # its loss may have been handled before this was registered
                         self._executor.submit(self.abort, [call.key])
                     return
                 # Not raised here: every raise would add a frame to an error that is kept.
                 if (error := future.exception()) is not None:
-                    self._answer_error(message.source, message.envelope, error)
+                    self._answer_error(call.source, message.envelope, error)
                     return
                 result = future.result()
             if message.envelope.id:
                 answer = self._pack_answer(message, result, handler)
                 del result  # it may be in that memory, too
-                self._send_answer(answer)
+                self._send_answer(call.source, answer)
         except BaseException as error:
-            self._answer_error(message.source, message.envelope, error, has_begun=message.has_begun)
+            self._answer_error(call.source, message.envelope, error, has_begun=message.has_begun)
             if handler.on_error is not None and isinstance(error, Exception):
                 handler.on_error(message, error)
 
@@ -271,11 +270,11 @@ class Server:
             packed.leaves,
         )
 
-    def _send_answer(self, answer: Outgoing) -> None:
+    def _send_answer(self, source: Peer, answer: Outgoing) -> None:
         try:
-            self._codec.send(answer)
+            self._codec.send(source, answer)
             if answer.nbytes >= MIN_ANSWER_BYTES:
-                self.postponed.on_answer(answer.destination, answer.nbytes)
+                self.backlogs.on_answer(source.backlog, answer.nbytes)
         except (WorkerLostError, WorkerSuspectError):
             pass  # a caller that is gone needs no answer; for one that is suspect, the call has failed
         except SendFailedError as error:
@@ -294,26 +293,35 @@ class Server:
         try:
             # Not raised here: every raise would add a frame to an error that is kept.
             if (error := future.exception()) is not None:
-                self._answer_error(request.source, request.envelope, error)
+                self._answer_error(call.source, request.envelope, error)
             elif request.envelope.id:
-                self._send_answer(self._pack_answer(request, future.result(), handler))
+                self._send_answer(call.source, self._pack_answer(request, future.result(), handler))
         except BaseException as error:
-            self._answer_error(request.source, request.envelope, error)
+            self._answer_error(call.source, request.envelope, error)
         finally:
             self.answering.end()
             if handler.user_values:
                 self._counter.end()
 
-    def cancel(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def cancel(self, source: Peer, envelope: agent_pb2.Envelope) -> None:
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
-        key = source.wire_id, envelope.id
+        key = source.id, envelope.id
         # Here and now: in the executor's queue it would come after the calls that wait for a thread.
         if not self.calls.cancel(key) and self.calls.deferred:
             self._executor.submit(self.abort, [key])
 
-    def drop_worker(self, worker: WorkerInfo) -> None:
+    def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
+        """Keeps the requests that have come by the broken connection from beginning."""
+        self.calls.cancel_all(self._peers.of(worker))
+
+    def note_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
+        """Keeps the requests of a worker that is lost from beginning, if they may not."""
+        if not may_begin(peer := self._peers.of(worker)):
+            self.calls.cancel_all(peer)
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Aborts the answers to a worker that is lost."""
-        self.abort(self.calls.deferred_of(worker))
+        self.abort(self.calls.deferred_of(self._peers.of(worker)))
 
     def abort_expired(self) -> None:
         """Aborts the answers for which their callers do not wait any longer."""
@@ -329,23 +337,23 @@ class Server:
                 self._counter.end()
 
     def _answer_error(
-        self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True
+        self, source: Peer, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True
     ) -> None:
         if isinstance(error, LimitReachedError):
-            self._codec.values.record_refusal(source, error)
+            self._codec.values.record_refusal(source.info, error)
         if not request.id:
             if isinstance(error, UnwantedMessageError):
-                log.debug("a message from worker %s is dropped: %s", source.name, error)
+                log.debug("a message from worker %s is dropped: %s", source.info.name, error)
             else:
-                log.error("a message from worker %s failed", source.name, exc_info=error)
+                log.error("a message from worker %s failed", source.info.name, exc_info=error)
             return
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            answer = Outgoing(source, envelope, self._codec.values.encode_failure(error))
-            self._codec.send(answer)
+            answer = Outgoing(source.info, envelope, self._codec.values.encode_failure(error))
+            self._codec.send(source, answer)
             if answer.nbytes >= MIN_ANSWER_BYTES:
-                self.postponed.on_answer(source, answer.nbytes)
+                self.backlogs.on_answer(source.backlog, answer.nbytes)
 
 
 def _is_refusal(error: BaseException) -> bool:

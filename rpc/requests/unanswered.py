@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import final
 
-from ..contracts.worker import WorkerInfo
+from ..peers.peer import Peer
 
 __all__ = ["Unanswered"]
 
@@ -16,9 +16,9 @@ class Unanswered:
     """The requests of one agent that other workers have not answered. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, tuple[int, object]] = {}
+        self.kept: dict[int, tuple[Peer, object]] = {}
         """The worker and the `keep` of each request, by its id."""
-        self._orphans: OrderedDict[int, int] = OrderedDict()
+        self._orphans: OrderedDict[int, Peer] = OrderedDict()
         """The worker of each request that has failed because that was suspect, and that it may answer all the
         same: references in the answer must be counted. The first ones are forgotten when there are too many."""
 
@@ -26,30 +26,28 @@ class Unanswered:
         """Forgets a request that is answered, or was not sent."""
         self.kept.pop(identifier, None)
 
-    def worker_of(self, identifier: int) -> int | None:
-        """Returns the wire id of the worker that was sent a request, if something is kept for it."""
+    def receiver_of(self, identifier: int) -> Peer | None:
+        """Returns the worker that was sent a request, if something is kept for it."""
         return self.kept.get(identifier, (None, None))[0]
 
-    def of(self, worker: WorkerInfo) -> set[int]:
+    def of(self, peer: Peer) -> set[int]:
         """Returns the ids of the requests to a worker for which something is kept."""
-        return {i for i, (destination, _) in self.kept.copy().items() if destination == worker.wire_id}
+        return {identifier for identifier, (receiver, _) in self.kept.copy().items() if receiver is peer}
 
-    def add_orphan(self, worker: WorkerInfo, identifier: int) -> None:
+    def add_orphan(self, peer: Peer, identifier: int) -> None:
         """Notes a request that has failed because its worker is suspect."""
-        self._orphans[identifier] = worker.wire_id
+        self._orphans[identifier] = peer
         while len(self._orphans) > MAX_ORPHANS:
             self._orphans.popitem(last=False)
 
-    def take_orphan(self, source: WorkerInfo, identifier: int) -> bool:
+    def take_orphan(self, peer: Peer, identifier: int) -> bool:
         """Returns, once, whether such a request is answered by its worker."""
-        if self._orphans.get(identifier) != source.wire_id:
-            return False
-        return self._orphans.pop(identifier, None) is not None
+        return self._orphans.get(identifier) is peer and self._orphans.pop(identifier, None) is not None
 
-    def drop_worker(self, worker: WorkerInfo) -> None:
+    def drop_all(self, peer: Peer) -> None:
         """Forgets the requests to a worker that is lost."""
-        for identifier in self.of(worker):
+        for identifier in self.of(peer):
             self.kept.pop(identifier, None)
-        for identifier, destination in self._orphans.copy().items():
-            if destination == worker.wire_id:
+        for identifier, receiver in self._orphans.copy().items():
+            if receiver is peer:
                 self._orphans.pop(identifier, None)

@@ -34,8 +34,8 @@ class Transport(Protocol):
     - Threads: `send`, `withdraw` and `connect` are called from any thread, all else on the
       agent's event loop. Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
-    - Ownership: the agent's Network makes a transport for each peer, and another one when its connection has
-      broken. It calls `close` of the last one once, even if the connection is lost already. Sockets and threads
+    - Ownership: a Peer makes its transport, and another one when its connection has broken. It calls `close` of
+      the last one once, even if the connection is lost already. Sockets and threads
       belong to the transport, which releases them in `close`, or when the connection has broken.
     """
 
@@ -94,17 +94,18 @@ class Transport(Protocol):
 
 
 class TransportListener(Protocol):
-    """Receives the envelopes of all transports of an agent. Its methods must not block or raise."""
+    """The peer of a transport, which gets its envelopes. Its methods must not block or raise."""
+
+    info: WorkerInfo
 
     def on_envelope(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None
+        self, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None
     ) -> "concurrent.futures.Future[None] | None":
-        """Handles an envelope from a peer. Called on any thread, for one peer by one thread at a time.
+        """Handles an envelope from the peer. Called on any thread, by one thread at a time.
 
         Also called while `close` waits for the peer's goodbye.
 
         Args:
-            source: the peer.
             envelope: the envelope.
             nbytes: bytes of memory that it takes.
             attached: the bytes that followed it; None if those that are attached to it are a field of it.
@@ -114,25 +115,24 @@ class TransportListener(Protocol):
             is done. None if it can go on.
         """
 
-    def on_opened(self, peer: WorkerInfo) -> None:
+    def on_opened(self) -> None:
         """Handles a new connection, once the peer has answered on it. Called on the event loop.
 
         Called at most once for each transport, before the first `on_envelope`.
         """
 
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
+    def on_broken(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection that broke, or cannot be made, while the peer may live. Called on the event loop.
 
         Called instead of `on_closed`, and as that. Has to replace the transport before it returns.
 
         Args:
-            peer: the worker at the other end.
             end: how the connection broke.
             unsent: the beginnings of the envelopes that were queued and will not be sent.
         """
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
-        """Handles the end of a peer, or of all connections to it. Called on the event loop.
+    def on_closed(self, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Handles the end of the peer, or of all connections to it. Called on the event loop.
 
         Called at most once for each transport. Except where the connection was cut by this worker, the last
         `on_envelope` comes before it.
@@ -140,7 +140,6 @@ class TransportListener(Protocol):
         The transport has dropped its queue, and `send` raises from now on. Need not be called during `close`.
 
         Args:
-            peer: the worker at the other end.
             end: what the peer's goodbye says, or why the peer cannot be connected again.
             unsent: see `on_broken`.
         """

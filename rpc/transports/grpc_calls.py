@@ -10,7 +10,6 @@ import grpc
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..wire.parsing import parse_frame
 from .base import TransportListener
@@ -71,20 +70,18 @@ class StreamParts:
 
     loop: the event loop.
     handshake: makes and checks hellos.
-    listener: is told what comes by the streams, and of their ends.
     sockets: carry envelopes where they can be connected.
     heartbeats: watches the connections.
     """
 
     loop: asyncio.AbstractEventLoop
     handshake: Handshake
-    listener: TransportListener
     sockets: SocketParts
     heartbeats: Heartbeats
 
 
-async def deliver(listener: TransportListener, peer: WorkerInfo, data: bytes) -> agent_pb2.Frame:
-    """Parses a frame, hands its envelopes to a listener, and waits until more may be read.
+async def deliver(listener: TransportListener, data: bytes) -> agent_pb2.Frame:
+    """Parses a frame of a peer, hands it the envelopes, and waits until more may be read.
 
     Returns:
         The frame.
@@ -96,7 +93,7 @@ async def deliver(listener: TransportListener, peer: WorkerInfo, data: bytes) ->
     pause = None
     for envelope in frame.envelopes:
         # Of the memory that the frame takes, each has a part by its size.
-        pause = listener.on_envelope(peer, envelope, envelope.ByteSize() * nbytes // len(data)) or pause
+        pause = listener.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
     if pause is not None:
         await asyncio.wrap_future(pause)
     return frame

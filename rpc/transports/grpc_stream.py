@@ -22,12 +22,11 @@ from google.protobuf.message import DecodeError
 from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import parse_frame
-from .base import Connecting, TransportClosedError
+from .base import Connecting, TransportClosedError, TransportListener
 from .connection_log import log_connection
 from .envelope_socket import CLOSED
 from .grpc_calls import (
@@ -67,12 +66,12 @@ log = logging.getLogger(__name__)
 class GrpcStream:
     """The stream between this worker and one peer, whichever of the two opens it."""
 
-    def __init__(self, parts: StreamParts, peer: WorkerInfo, address: str, number: int = 0) -> None:
+    def __init__(self, parts: StreamParts, peer: TransportListener, address: str, number: int = 0) -> None:
         """Connects to nobody yet.
 
         Args:
             parts: of the agent.
-            peer: the worker at the other end.
+            peer: the worker at the other end, which is told what comes by the stream, and of its end.
             address: of its server.
             number: of this stream among those of the two workers.
         """
@@ -81,8 +80,9 @@ class GrpcStream:
         """Whether the loop has to be woken for an envelope that is queued. Set on the loop only."""
         self._parts = parts
         self._loop = parts.loop
-        self._peer = peer
-        self._address = address
+        self.peer = peer
+        self.address = address
+        self._worker = peer.info
         # All attributes that follow are used on the loop only.
         self.number = number
         """That of this stream: the greatest that either worker has counted to."""
@@ -140,6 +140,12 @@ class GrpcStream:
         self._loop.call_soon_threadsafe(self._start_or_wake)
         return self.outbox.connected
 
+    def send_frame(self, frame: agent_pb2.Frame) -> None:
+        """Sends a frame without envelopes. Called on the loop."""
+        if not self.outbox.put_frame(frame.SerializeToString()):
+            self.abort("it does not read the answers to what it asks for")
+        self.connect()
+
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends the queue and a goodbye, waits for the peer's goodbye, and ends the stream."""
         if self._state is StreamState.IDLE and dial:
@@ -192,7 +198,7 @@ class GrpcStream:
         Args:
             number: what the peer has counted to.
         """
-        is_opening = self._state is StreamState.DIALING and self._peer.wire_id > self._parts.handshake.me.wire_id
+        is_opening = self._state is StreamState.DIALING and self._worker.wire_id > self._parts.handshake.me.wire_id
         if is_opening or self._state is StreamState.OPEN:
             return False
         if self._dialing is not None:
@@ -250,11 +256,11 @@ class GrpcStream:
             reason = f"its connection broke: {error.details()}"
         except (DecodeError, ValueError) as error:
             reason, may_heal = f"it sent bytes that are no frame: {error}", False
-            self._parts.handshake.audit.deny("agent", error, worker=self._peer.name)
+            self._parts.handshake.audit.deny("agent", error, worker=self._worker.name)
         except (asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
             pass  # gRPC cancels a handler whose peer has vanished, and refuses its writes
         except Exception as error:
-            log.exception("the stream to worker %s failed", self._peer.name)
+            log.exception("the stream to worker %s failed", self._worker.name)
             reason = f"its connection broke: {error!r}"
         finally:
             if writer is not None:
@@ -270,7 +276,7 @@ class GrpcStream:
         if self._state is StreamState.OPEN and not self._is_confirmed:
             self._is_confirmed = True
             self._parts.heartbeats.add(self._pulse)
-            self._parts.listener.on_opened(self._peer)
+            self.peer.on_opened()
 
     def _sees_life(self, seconds: float) -> bool:
         """Returns whether the kernel shows that the peer's process runs, or did in the last seconds."""
@@ -278,7 +284,7 @@ class GrpcStream:
         if connection is not None and connection.process:
             return process_runs(connection.process)
         try:
-            address = self._parts.handshake.endpoint.reach(self._address)
+            address = self._parts.handshake.endpoint.reach(self.address)
             if address.startswith(UNIX_SCHEME):
                 return process_runs(process_at(address.removeprefix(UNIX_SCHEME)))
         except OSError:
@@ -287,7 +293,7 @@ class GrpcStream:
 
     def _log_if_grpc(self) -> None:
         if self.outbox.socket is None:
-            log_connection(self._parts, self._peer, self._address)
+            log_connection(self._parts, self._worker, self.address)
 
     def _check_confirmed(self) -> None:
         if not self._is_confirmed:
@@ -298,12 +304,12 @@ class GrpcStream:
         while (data := await read()) is not aio.EOF:
             self._on_opened()
             with self._pulse.reading():
-                frame = await deliver(self._parts.listener, self._peer, data)
+                frame = await deliver(self.peer, data)
             if frame.HasField("choice"):
                 await self._socket.on_choice(frame.choice.kind)
                 self._wake.set()
                 self._log_if_grpc()
-            self._parts.sockets.on_frame(self._peer.wire_id, frame)
+            self._parts.sockets.on_frame(self._worker.wire_id, frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None
@@ -330,7 +336,7 @@ class GrpcStream:
                     self._wait_for_peer()
                 return
             except Exception as error:
-                end = end_of_error(error, self._address)
+                end = end_of_error(error, self.address)
                 is_final = end.cause is LossCause.REFUSED or bool(self.goodbye)
                 if is_final or attempt == attempts:
                     self._finish(end, may_heal=not is_final)
@@ -340,7 +346,7 @@ class GrpcStream:
 
     async def _open(self) -> bool:
         """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
-        async with self._parts.handshake.endpoint.channel(self._peer.name, self._address) as channel:
+        async with self._parts.handshake.endpoint.channel(self._worker.name, self.address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
                 began = self._loop.time()
@@ -425,6 +431,6 @@ class GrpcStream:
         unsent = self.outbox.close(end.reason)
         self._ended.set()
         if report and may_heal:
-            self._parts.listener.on_broken(self._peer, end, unsent)
+            self.peer.on_broken(end, unsent)
         elif report:
-            self._parts.listener.on_closed(self._peer, end, unsent)
+            self.peer.on_closed(end, unsent)

@@ -1,76 +1,59 @@
-"""All gRPC streams of one agent, and what serves those that other workers open."""
+"""The gRPC streams of one agent, and what serves those that other workers open."""
 
-from collections.abc import AsyncIterator
-from typing import Any, final
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol, final
 
 import grpc
 
-from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
+from .base import TransportListener
 from .grpc_calls import StreamParts, welcome_frame
 from .grpc_endpoint import address_of
 from .grpc_stream import GrpcStream
 from .handshake import RefusedError
 
-__all__ = ["GrpcStreams"]
+__all__ = ["GrpcStreams", "StreamPeer"]
+
+
+class StreamPeer(TransportListener, Protocol):
+    """A peer that may be connected by a stream."""
+
+    stream: GrpcStream | None
+    """None if it is let in no more."""
+
+    @property
+    def refusal(self) -> str:
+        """Why it is not."""
 
 
 @final
 class GrpcStreams:
-    """The stream to each peer. Used on the event loop only, except `add`."""
+    """Makes the stream to each peer. Used on the event loop only, except `make`."""
 
-    def __init__(self, parts: StreamParts) -> None:
-        """Args: parts: of the agent."""
-        self.sockets = parts.sockets
+    def __init__(self, parts: StreamParts, peers: Mapping[int, StreamPeer]) -> None:
+        """Args: parts: of the agent. peers: by the id of their worker."""
         self._parts = parts
-        self._addresses: dict[int, str] = {}
-        self._streams: dict[int, GrpcStream] = {}
+        self._peers = peers
         self._ended: list[GrpcStream] = []
         """Streams that have been replaced, and whose sockets a thread may be reading."""
-        self._refused: dict[int, str] = {}
-        """Why peers are let in no more, which have no stream."""
 
-    def add(self, peer: WorkerInfo, address: str) -> GrpcStream:
+    def make(self, peer: TransportListener, address: str) -> GrpcStream:
         """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used.
 
         Args:
             peer: the worker at the other end.
             address: of the peer's server: host:port, or unix: and a path.
         """
-        self._addresses[peer.wire_id] = address
-        stream = self._streams[peer.wire_id] = GrpcStream(self._parts, peer, address)
-        return stream
+        return GrpcStream(self._parts, peer, address)
 
-    def renew(self, peer: WorkerInfo) -> GrpcStream:
-        """Makes another stream to a peer, whose stream has ended. It is opened when it is first used."""
-        ended = self._streams[peer.wire_id]
+    def renew(self, ended: GrpcStream) -> GrpcStream:
+        """Makes another stream in place of one that has ended. It is opened when it is first used."""
         self._keep_socket(ended)
-        address = self._addresses[peer.wire_id]
-        stream = self._streams[peer.wire_id] = GrpcStream(self._parts, peer, address, ended.number + 1)
-        return stream
+        return GrpcStream(self._parts, ended.peer, ended.address, ended.number + 1)
 
-    def connect(self, peer: int) -> None:
-        """Opens the stream to a peer, if it is not open."""
-        if (stream := self._streams.get(peer)) is not None:
-            stream.connect()
-
-    def abort(self, peer: int, reason: str) -> None:
-        """Ends the stream to a peer that cannot be used any more; see `GrpcStream.abort`."""
-        if (stream := self._streams.get(peer)) is not None:
-            stream.abort(reason)
-
-    def break_off(self, peer: int, reason: str) -> None:
-        """Ends the stream to a peer, which may be connected again; see `GrpcStream.break_off`."""
-        if (stream := self._streams.get(peer)) is not None:
-            stream.break_off(reason)
-
-    def refuse(self, peer: int, reason: str) -> None:
+    def refuse(self, stream: GrpcStream, reason: str) -> None:
         """Lets a peer in no more, which is lost, and keeps nothing of its stream; see `GrpcStream.refuse`."""
-        if (stream := self._streams.pop(peer, None)) is not None:
-            stream.refuse(reason)
-            self._keep_socket(stream)
-            self._refused[peer] = reason
-            del self._addresses[peer]
+        stream.refuse(reason)
+        self._keep_socket(stream)
 
     def _keep_socket(self, ended: GrpcStream) -> None:
         """Keeps a stream that has ended while a thread may read its socket."""
@@ -78,26 +61,19 @@ class GrpcStreams:
             self._ended = [each for each in self._ended if not each.has_read_out]
             self._ended.append(ended)
 
-    def send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Sends a frame without envelopes by the stream to a peer."""
-        if (stream := self._streams.get(peer)) is None:
-            return
-        if not stream.outbox.put_frame(frame.SerializeToString()):
-            self.abort(peer, "it does not read the answers to what it asks for")
-        stream.connect()
-
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """Serves the Exchange method of the agent's gRPC service."""
         try:
-            peer, hello = await self._parts.handshake.receive_hello(context)
+            worker, hello = await self._parts.handshake.receive_hello(context)
         except RefusedError as refusal:
             await context.abort(refusal.code, str(refusal))
-        stream = self._streams.get(peer.wire_id)
+        peer = self._peers[worker.wire_id]
+        stream = peer.stream
         if stream is not None and not stream.goodbye and stream.is_replaced_by(hello.connection):
             stream.break_off("it has connected again")
-            stream = self._streams.get(peer.wire_id)
+            stream = peer.stream
         if stream is None:
-            text = f"it has given this worker up: {self._refused[peer.wire_id]}"
+            text = f"it has given this worker up: {peer.refusal}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         if stream.goodbye:
@@ -113,6 +89,7 @@ class GrpcStreams:
 
     def release(self) -> None:
         """Releases the sockets that no thread reads any more. Called when the executor has ended."""
-        for stream in (*self._streams.values(), *self._ended):
+        streams = [peer.stream for peer in self._peers.values() if peer.stream is not None]
+        for stream in (*streams, *self._ended):
             if stream.outbox.socket is not None:
                 stream.outbox.socket.release()

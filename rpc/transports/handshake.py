@@ -13,6 +13,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..wire.parsing import parse_hello
+from .base import TransportListener
 from .grpc_endpoint import GrpcEndpoint
 from .settings import HELLO_TIMEOUT_S, aio
 
@@ -65,6 +66,7 @@ class Handshake:
         self,
         group: str,
         me: WorkerInfo,
+        members: Mapping[int, TransportListener],
         on_roster: Callable[[RosterVersion], Awaitable[None]] | None,
         endpoint: GrpcEndpoint,
     ) -> None:
@@ -73,6 +75,7 @@ class Handshake:
         Args:
             group: the name of the job, the same at all of its workers.
             me: this worker.
+            members: by worker id. Others may come.
             on_roster: awaited with what the sender of a hello knows of the group's log, if it is more than this
                 worker does; calls `open` if there are new members. Raises RefusedError if the log is another one.
                 None in a group without a log.
@@ -90,19 +93,17 @@ class Handshake:
             worker_id=me.wire_id,
             worker_name=me.name,
         )
-        self._members: Mapping[int, WorkerInfo] = {}
+        self._members = members
         self._is_open = asyncio.Event()
         self._silent = asyncio.Semaphore(MAX_SILENT)
         self._unadmitted = 0
 
-    def open(self, members: Mapping[int, WorkerInfo], version: RosterVersion) -> None:
-        """Accepts these members from now on, those included whose hello has been waiting.
+    def open(self, version: RosterVersion) -> None:
+        """Accepts the members from now on, those included whose hello has been waiting.
 
         Args:
-            members: by worker id.
             version: of the log that they are known from, for this worker's hellos.
         """
-        self._members = members
         if version.length:
             self.hello.roster.length, self.hello.roster.digest = version.length, version.digest
         self._is_open.set()
@@ -187,7 +188,7 @@ class Handshake:
             elif version.length > self.hello.roster.length:
                 with suppress(RefusedError):  # it is a member, even if the store cannot be asked
                     await self._on_roster(version)
-        worker = self._members.get(hello.worker_id)
-        if worker is None or worker.name != hello.worker_name:
+        member = self._members.get(hello.worker_id)
+        if member is None or member.info.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")
-        return worker
+        return member.info

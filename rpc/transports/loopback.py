@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
@@ -16,7 +15,7 @@ __all__ = ["LoopbackTransport"]
 
 @final
 class LoopbackTransport:
-    """Delivers parsed copies of envelopes to this worker's own listener, on the thread that sends."""
+    """Delivers parsed copies of envelopes to this worker itself, on the thread that sends."""
 
     @property
     def name(self) -> str:
@@ -28,9 +27,9 @@ class LoopbackTransport:
         """Returns 0: there is no queue."""
         return 0
 
-    def __init__(self, me: WorkerInfo, listener: TransportListener) -> None:
+    def __init__(self, me: TransportListener) -> None:
+        """Args: me: this worker."""
         self._me = me
-        self._listener = listener
         self._closed = False
         self._connected = Connecting()
         self._connected.set_result(None)
@@ -40,7 +39,7 @@ class LoopbackTransport:
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
         envelope = embed(envelope, attached)
-        self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope), len(envelope))
+        self._me.on_envelope(agent_pb2.Envelope.FromString(envelope), len(envelope))
         return 0
 
     def withdraw(self, ticket: int, beginning: bytes) -> bool:  # noqa: ARG002

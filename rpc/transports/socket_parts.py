@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from .base import TransportListener
 from .envelope_socket import EnvelopeSocket, OnSocketEnd
@@ -53,8 +51,7 @@ class SocketParts:
         self,
         kind: str,
         connection: AnySocket,
-        peer: WorkerInfo,
-        listener: TransportListener,
+        peer: TransportListener,
         on_end: OnSocketEnd,
         on_malformed: Callable[[Exception], None],
     ) -> EnvelopeSocket:
@@ -63,19 +60,17 @@ class SocketParts:
         Args:
             kind: UNIX or TCP.
             connection: the socket, connected to the peer.
-            peer: the worker at the other end.
-            listener: gets the envelopes.
+            peer: the worker at the other end; gets the envelopes.
             on_end: called with the reason when the socket ends.
             on_malformed: called before that with the error if the peer has sent bytes that are no message.
         """
-        segments = self.segments(peer.wire_id) if kind == UNIX else None
-        on_envelope = partial(listener.on_envelope, peer)
+        segments = self.segments(peer.info.wire_id) if kind == UNIX else None
         pulses = PulseExchange(self.pulse) if kind == UNIX else None
         made = EnvelopeSocket(
             kind,
             connection,
             self.executor,
-            on_envelope,
+            peer.on_envelope,
             on_end,
             segments,
             on_malformed,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import WorkerInfo
+from .base import TransportListener
 from .connection_log import log_connection
 from .grpc_calls import StreamParts
 from .outbox import Outbox
@@ -25,19 +25,20 @@ class StreamSocket:
     """Offers, dials and watches the socket of one stream. Used on the event loop only."""
 
     def __init__(
-        self, parts: StreamParts, peer: WorkerInfo, outbox: Outbox, on_broken: Callable[[str, bool], None]
+        self, parts: StreamParts, peer: TransportListener, outbox: Outbox, on_broken: Callable[[str, bool], None]
     ) -> None:
         """Has no socket yet.
 
         Args:
             parts: of the agent.
-            peer: the worker at the other end.
+            peer: the worker at the other end; gets the envelopes.
             outbox: of the stream; gets the socket.
             on_broken: called with the reason when the socket ends before the peer says that it does, and with
                 whether it is malformed what the peer has sent.
         """
         self._parts = parts
         self._peer = peer
+        self._worker = peer.info
         self._outbox = outbox
         self._on_broken = on_broken
         self._offered: OfferedSocket | None = None
@@ -55,8 +56,8 @@ class StreamSocket:
         """Makes an offer to the peer; returns None if there is nothing to offer."""
         sockets = self._parts.sockets
         if sockets.kinds:
-            same_host = sockets.is_same_host(self._peer.wire_id)
-            self._offered = sockets.listener.offer(self._peer, same_host=same_host)
+            same_host = sockets.is_same_host(self._worker.wire_id)
+            self._offered = sockets.listener.offer(self._worker, same_host=same_host)
             self._outbox.is_held = self._offered is not None
         return self._offered
 
@@ -105,7 +106,7 @@ class StreamSocket:
     async def _choose(
         self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
-        dialed = await self._parts.sockets.listener.dial(self._peer, offers, round_trip)
+        dialed = await self._parts.sockets.listener.dial(self._worker, offers, round_trip)
         choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
         if dialed is not None:
             self._use(*dialed)
@@ -133,14 +134,14 @@ class StreamSocket:
 
     def _use(self, kind: str, connection: AnySocket) -> None:
         sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)
-        used = sockets.make(kind, connection, self._peer, self._parts.listener, self._on_end, on_malformed)
+        used = sockets.make(kind, connection, self._peer, self._on_end, on_malformed)
         self._outbox.use_socket(used)
-        log_connection(self._parts, self._peer, connection)
+        log_connection(self._parts, self._worker, connection)
         used.start()
 
     def _on_malformed(self, kind: str, error: Exception) -> None:
         self._is_malformed = True
-        self._parts.handshake.audit.deny(kind, error, worker=self._peer.name)
+        self._parts.handshake.audit.deny(kind, error, worker=self._worker.name)
 
     def _on_end(self, reason: str) -> None:
         """Handles the end of the socket. Called on a thread of the executor."""

@@ -5,6 +5,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RemoteError
 from gradwire.rpc.contracts.messages import Outgoing
+from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.server import Server
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -77,8 +78,8 @@ def hold_after_an_answer() -> None:
     """Has the thread that answers the next call in anomaly mode wait for an event when the answer is sent."""
     send = Server._send_answer
 
-    def send_and_wait(server: Server, answer: Outgoing) -> None:
-        send(server, answer)
+    def send_and_wait(server: Server, source: Peer, answer: Outgoing) -> None:
+        send(server, source, answer)
         if answer.reply_to is not None and answer.reply_to.envelope.autograd.anomaly:
             Server._send_answer = send
             wait_for("go on")

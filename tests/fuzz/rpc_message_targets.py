@@ -17,7 +17,7 @@ import torch
 from google.protobuf.message import DecodeError
 from gradwire import autograd, rpc
 from gradwire.autograd.extension import Autograd
-from gradwire.errors import NotInitializedError, UnknownWorkerError
+from gradwire.errors import NotInitializedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
@@ -25,11 +25,13 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.membership.members import Member
+from gradwire.rpc.peers.peer import Peer
+from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.gathered import Gathered
@@ -41,6 +43,7 @@ from tests.fuzz.framing import framed, unframed
 from tests.fuzz.rpc_value_targets import MAX_OPERATIONS, PICKLES
 from tests.fuzz.rpc_wire_targets import AUDIT, ENVELOPES, FAILURES, ME, MIB, PEER
 from tests.fuzz.target import Target
+from tests.simulated_peers import simulated_parts
 
 __all__ = ["RPC_MESSAGE_TARGETS"]
 
@@ -64,13 +67,10 @@ class _Threads:
         self.tasks: deque[Callable[[], object]] = deque()
         self.sent: list[bytes] = []
         self.me = ME
-        self.lost: Mapping[int, Any] = {}
         self.cuda_ipc = SimpleNamespace(staging=None)
+        self.broadcasts = None
         self.audit = AUDIT
-        self.by_name: dict[str, WorkerInfo] = {}
-        self.incarnations: dict[int, WorkerInfo] = {}
-        self.listener: Any = None
-        self._members: dict[int, WorkerInfo] = {}
+        self.peers = Peers()
 
     def run(self) -> None:
         """Runs tasks until there are none."""
@@ -96,41 +96,28 @@ class _Threads:
     def blocking(self) -> NoReturn:
         raise _WaitError
 
-    # A network.
+    # A network, and its transports.
 
-    def listen(self, _where: object, listener: Any) -> str:
-        self.listener = listener
+    name = "fuzz"
+    read_answer = None
+
+    def listen(self, _where: object, messages: Any, make_changes: Any) -> str:
+        self.messages = messages
+        self._parts = simulated_parts(lambda *_: self, messages, make_changes, writer=lambda *_: _InlineWriter())
         return ""
 
-    def absence(self, _worker: WorkerInfo) -> None:
-        """Returns None: nobody is lost."""
-
     def open(self, members: Sequence[Member], _control: object) -> None:
-        self._members = {member.info.id: member.info for member in members}
+        for member in members:
+            self.peers.add(Peer(member, self._parts))
 
     def admit(self) -> None:
         pass
 
-    connect = check_present = answer_reader = lambda self, _worker: None
+    connect = admit
 
-    def workers(self) -> list[WorkerInfo]:
-        return list(self._members.values())
-
-    def incarnation(self, wire_id: int) -> WorkerInfo:
-        return self.worker(wire_id)
-
-    def worker(self, destination: WorkerInfo | int) -> WorkerInfo:
-        identifier = destination.id if isinstance(destination, WorkerInfo) else destination
-        if identifier not in self._members:
-            raise UnknownWorkerError(destination, [])
-        return self._members[identifier]
-
-    def send(self, _worker: WorkerInfo, envelope: bytes, _seconds: float = 0.0) -> int:
+    def send(self, envelope: bytes, _attached: object = ()) -> int:
         self.sent.append(envelope)
         return 0
-
-    def writer(self, _worker: WorkerInfo, _broadcast: object = None) -> Any:
-        return _InlineWriter()
 
     def withdraw(self, *_: object) -> bool:
         return True
@@ -303,7 +290,7 @@ def receive_messages(data: bytes) -> None:
             with suppress(DecodeError):
                 envelope, nbytes = parse_envelope(message)
                 envelope.has_headers = True
-                threads.listener.on_message(PEER, envelope, read_inline, announced=False, nbytes=nbytes)
+                threads.messages.on_message(agent.peers.of(PEER), envelope, read_inline, nbytes, announced=False)
                 threads.run()
         assert len(agent.extension(Autograd).contexts) <= len(messages)
         assert threading.active_count() == before

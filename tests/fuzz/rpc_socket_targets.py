@@ -40,6 +40,7 @@ from tests.fuzz.rpc_wire_targets import AUDIT, ME, MIB, PEER
 from tests.fuzz.socket_frames import SEGMENT_BYTES, SOCKET_FRAMES
 from tests.fuzz.target import Target
 from tests.rpc.transports.tls_pairs import identity_of
+from tests.simulated_peers import silent_peer
 
 __all__ = ["RPC_SOCKET_TARGETS"]
 
@@ -74,8 +75,8 @@ def read_hello(data: bytes) -> None:
         return data
 
     async def receive() -> WorkerInfo:
-        handshake = Handshake("job", ME, _refuse_roster, GrpcEndpoint(ME.name, None))
-        handshake.open({1: PEER}, RosterVersion())
+        handshake = Handshake("job", ME, {1: silent_peer(PEER)}, _refuse_roster, GrpcEndpoint(ME.name, None))
+        handshake.open(RosterVersion())
         return await handshake.receive(SimpleNamespace(read=read, peer=lambda: "ipv4:127.0.0.1:1"))
 
     refusal = ""

@@ -13,7 +13,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
-from gradwire.rpc.peers.vouching import MAX_REQUEST_BYTES, parse_question
+from gradwire.rpc.membership.vouching import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.handshake import RefusedError

@@ -27,7 +27,7 @@ def answer(address: tuple[str, int] | str, said: bytes, tls: TlsClient | None = 
 def say(agent: GrpcAgent, other: GrpcAgent, opening: str, canary: str = "") -> socket.socket:
     """Connects to the gRPC server of an agent, in the name of another one."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(agent._network._members[agent.info.id].address.removeprefix("unix:"))
+    connection.connect(agent.peers.by_id[agent.info.id].member.address.removeprefix("unix:"))
     connection.sendall(openings(other._network._handshake.hello.SerializeToString(), canary)[opening])
     return connection
 

@@ -45,11 +45,11 @@ RPC_ARROWS = {
     "transports": {"contracts", "execution", "wire"},
     "channels": {"contracts", "execution", "wire", "transports"},
     "policy": {"contracts", "wire"},
-    "membership": {"contracts", "execution"},
+    "membership": {"contracts", "execution", "peers", "transports"},
     "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},
-    "peers": {"channels", "contracts", "execution", "membership", "transports", "wire"},
+    "peers": {"channels", "contracts", "execution", "transports", "wire"},
     "requests": {"channels", "contracts", "execution", "peers", "policy", "transports", "wire"},
     "agent": {
         "channels",
@@ -65,7 +65,6 @@ RPC_ARROWS = {
         "transports",
         "wire",
     },
-    "joining": {"agent", "contracts", "execution", "membership", "peers"},
 }
 """The folders of rpc, which import no loose file of rpc. Loose files import all folders."""
 

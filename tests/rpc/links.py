@@ -40,7 +40,7 @@ def call_for_ever(name: str, event: str = "never") -> None:
 
 def cut(peer: int) -> None:
     """Cuts the connection under the agent's feet, as a reset by a router would."""
-    stream: Any = network()._transports[peer]
+    stream: Any = network().peers.by_id[peer].transport
     if stream.outbox.socket is not None:
         connection = stream.outbox.socket._connection
         (connection._socket if isinstance(connection, TlsSocket) else connection).shutdown(socket.SHUT_RDWR)

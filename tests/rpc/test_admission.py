@@ -14,11 +14,11 @@ from gradwire.c10d.event_loop import EventLoop, acquire_event_loop
 from gradwire.errors import WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.membership.members import Member
 from gradwire.rpc.transports import handshake, settings, sockets
 from gradwire.rpc.transports.grpc_calls import StreamState
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
@@ -75,7 +75,7 @@ class Stranger:
 
 
 def address_of(agent: GrpcAgent) -> str:
-    return agent._network._members[agent.info.id].address
+    return agent.peers.by_id[agent.info.id].member.address
 
 
 async def status_of(call: Any) -> grpc.StatusCode:
@@ -213,7 +213,7 @@ def test_a_number_of_a_connection_that_nobody_counts_to_is_refused(agents, loop,
 def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_path):
     a, b = agents(2)
     check_calls(a, b)
-    transport = a._network._transports[1]
+    transport = a.peers.by_id[1].transport
     connection = transport.outbox.socket
 
     async def open_second() -> None:
@@ -228,7 +228,7 @@ def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_pat
 
     loop.run(open_second(), 30)
     check_calls(a, b)
-    assert a._network._transports[1].outbox.socket is connection
+    assert a.peers.by_id[1].transport.outbox.socket is connection
     assert not os.path.exists(tmp_path / "trace")
 
 
@@ -290,7 +290,7 @@ def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop
         for agent in agents:
             agent.open(members)
         a.connect(b.info)
-        stream: Any = a._network._transports[1]
+        stream: Any = a.peers.by_id[1].transport
         wait_until(lambda: stream._state is StreamState.OPEN)
         assert a.end_of(1) is None
     finally:
@@ -300,7 +300,7 @@ def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop
 
 def test_a_stream_that_is_closed_before_it_is_welcomed_tells_nothing(agents, loop):
     a, b = agents(2)
-    stream = a._network._transports[1]
+    stream = a.peers.by_id[1].transport
 
     async def read() -> None:
         raise AssertionError("nothing is to be read")
@@ -341,9 +341,9 @@ def test_what_the_sender_of_a_hello_knows_is_learned(loop, known, said, text):
 
     async def receive() -> None:
         receiving = handshake.Handshake(
-            "test", WorkerInfo("me", 0), learn if known is not None else None, GrpcEndpoint("me", None)
+            "test", WorkerInfo("me", 0), {}, learn if known is not None else None, GrpcEndpoint("me", None)
         )
-        receiving.open({}, known or RosterVersion())
+        receiving.open(known or RosterVersion())
         await receiving.receive(SimpleNamespace(read=read, peer=lambda: "unix:"))
 
     async def read() -> bytes:

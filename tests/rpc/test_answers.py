@@ -8,10 +8,10 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.extension import Extension
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import RESULT
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.membership.members import Member
 
 from tests.remote_functions import set_event, wait_for
 
@@ -20,11 +20,11 @@ def test_a_malformed_answer_of_another_worker_releases_nothing(agents):
     """What a request keeps alive stays until its own worker has answered, also if it has timed out."""
     agent, asked, other = agents(3)
     kept = agent._caller.unanswered.kept
-    kept[7] = asked.info.wire_id, "a lease"
+    kept[7] = agent.peers.of(asked.info), "a lease"
     answer = agent_pb2.Envelope(id=7, type=RESULT)
-    agent._caller.on_rejected(other.info, answer, ValueError("malformed"))
-    assert kept == {7: (asked.info.wire_id, "a lease")}
-    agent._caller.on_rejected(asked.info, answer, ValueError("malformed"))
+    agent._caller.on_rejected(agent.peers.of(other.info), answer, ValueError("malformed"))
+    assert kept == {7: (agent.peers.of(asked.info), "a lease")}
+    agent._caller.on_rejected(agent.peers.of(asked.info), answer, ValueError("malformed"))
     assert not kept
 
 

@@ -297,7 +297,7 @@ def test_the_process_of_another_user(caplog, monkeypatch):
 def test_bytes_on_a_socket_that_are_no_message(agents, caplog):
     a, b = agents(2)
     check_calls(a, b)
-    connection = b._network._transports[0].outbox.socket._connection
+    connection = b.peers.by_id[0].stream.outbox.socket._connection
     connection.sendall(struct.pack("<IB", 4, 0) + b"\xff\xff\xff\xff")
     wait_until(lambda: counts(a).get("unix", {}).get("deny") == 1)  # either may have dialled
     denied = the_event(caplog, event="deny", listener="unix")
@@ -319,12 +319,12 @@ def test_a_malformed_message(agents, caplog):
     a, b = agents(2)
     envelope = agent_pb2.Envelope(id=5, type=CALL)
     envelope.body.segment.number, envelope.body.segment.nbytes = 99, 10
-    a._network.incoming.on_envelope(b.info, envelope, 100)
+    a.peers.of(b.info).on_envelope(envelope, 100)
     wait_until(lambda: counts(a).get("messages") == {"deny": 1})
     assert the_event(caplog, event="deny", listener="messages")["worker"] == "agent1"
     unknown = agent_pb2.Envelope(id=6, type=MessageType.CALL + 90)
     unknown.body.inline = frame(unknown)
-    a._network.incoming.on_envelope(b.info, unknown, 100)
+    a.peers.of(b.info).on_envelope(unknown, 100)
     wait_until(lambda: counts(a).get("messages") == {"deny": 2})
 
 
@@ -332,7 +332,7 @@ def test_a_limit_of_what_a_worker_announces(agents, caplog, monkeypatch):
     monkeypatch.setattr(announced, "MAX_ANNOUNCED", 1)
     a, b = agents(2)
     for number in (1, 2):
-        a._network.incoming.on_envelope(b.info, announcement(number, 1000), 100)
+        a.peers.of(b.info).on_envelope(announcement(number, 1000), 100)
     wait_until(lambda: counts(a).get("messages") == {"limit": 1})
     reached = the_event(caplog, event="limit", listener="messages")
     assert reached["limit"] == "MAX_ANNOUNCED=1"

@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 from gradwire.errors import (
+    LossCause,
     Outcome,
     RpcCancelledError,
     RpcTimeoutError,
     SendFailedError,
     SendQueueFullError,
-    UnknownWorkerError,
     WorkerLostError,
     WorkerSuspectError,
 )
@@ -20,10 +20,12 @@ from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT, Handler, Incoming, MessageType, Outgoing, Request
 from gradwire.rpc.contracts.options import FlowControlOptions
+from gradwire.rpc.contracts.watcher import WorkerWatcher
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import PROCESS_ENDED
+from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
 from gradwire.rpc.execution.futures import Future, error_of
-from gradwire.rpc.peers.links import Absence
+from gradwire.rpc.peers.peer import Peer
+from gradwire.rpc.requests.call_counter import CallCounter
 from gradwire.rpc.requests.caller import Caller
 from gradwire.rpc.requests.extensions import Extensions
 from gradwire.rpc.wire.pickling import Packed, Packer
@@ -31,9 +33,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.simulated_peers import SilentTransport, call_parts, silent_peer
+
 ME = WorkerInfo("me", 0)
 PEER = WorkerInfo("peer", 1)
-BROKEN = "its connection broke"
+BROKEN = WorkerEnd(LossCause.DISCONNECTED, "its connection broke")
 MAX_IN_FLIGHT = 5
 
 ENDS = (
@@ -97,15 +101,15 @@ class Clock:
         self.added.clear()
 
 
-class World:
-    """A network with one other worker, and the codec in front of it."""
+class World(SilentTransport):
+    """A network with one other worker, its transport, and the codec in front of it."""
 
     maps_devices = False
 
     def __init__(self, loop: VirtualTime) -> None:
         self.me = ME
-        self.lost: dict[int, object] = {}
-        self.state: Absence | None = None
+        self.peer: Peer
+        """The other worker."""
         self.sent: list[int] = []
         """The ids of the requests that have reached the other worker, or will."""
         self.fails_next = False
@@ -116,25 +120,13 @@ class World:
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         self.loop.call_soon(function, *args)
 
-    def worker(self, name: str) -> WorkerInfo:
-        if self.lost:
-            raise UnknownWorkerError(name, [])
-        return PEER
+    # A transport. By `send` it asks the other worker not to begin a request; it has begun.
 
-    def absence(self, _worker: WorkerInfo) -> Absence | None:
-        return self.state
-
-    def answer_reader(self, _worker: WorkerInfo) -> None:
-        """Returns None: no thread waits."""
-
-    def withdraw(self, message: Outgoing, _payloads: object) -> bool:
-        if message.envelope.id % 3 or message.envelope.id not in self.sent:
+    def withdraw(self, identifier: int, _beginning: bytes) -> bool:
+        if identifier % 3 or identifier not in self.sent:
             return False
-        self.sent.remove(message.envelope.id)
+        self.sent.remove(identifier)
         return True
-
-    def send(self, _worker: WorkerInfo, _envelope: bytes) -> None:
-        """Asks the other worker not to begin a request; it has begun."""
 
     # A codec, and its values.
 
@@ -148,24 +140,27 @@ class World:
     def pack_request(self, *_: object) -> Packed:
         return Packed()
 
-    def try_to_send(self, message: Outgoing, _broadcast: object) -> bool:
+    def try_to_send(self, peer: Peer, message: Outgoing, _broadcast: object) -> bool:
         if self.fails_next:
             self.fails_next = False
             raise SendFailedError(PEER.name, "the test fails it")
-        if self.state is not None:
-            if not self.state.waits:
-                raise self.state.as_error(PEER.name)
+        if peer.absence is not None:
+            if not peer.absence.waits:
+                raise peer.absence.as_error(PEER.name)
             return False
-        self.sent.append(message.envelope.id)
+        self._send(message)
         return True
 
-    def send_prepared(self, message: Outgoing) -> None:
-        if self.state is not None:
-            raise self.state.as_error(PEER.name)
+    def send_prepared(self, peer: Peer, message: Outgoing) -> None:
+        peer.check_present()
+        self._send(message)
+
+    def _send(self, message: Outgoing) -> None:
+        message.ticket = message.envelope.id
         self.sent.append(message.envelope.id)
 
-    def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
-        return Incoming(source, envelope, b"", [])
+    def read(self, source: Peer, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
+        return Incoming(source.info, envelope, b"", [])
 
     def unpack(self, message: Incoming) -> int:
         return message.envelope.id
@@ -173,7 +168,7 @@ class World:
     def record_refusal(self, *_: object) -> None:
         pass
 
-    def resend_control(self, _message: Outgoing) -> None:
+    def resend_control(self, *_: object) -> None:
         """Does nothing: there are no control messages."""
 
     def decode_failure(self, *_: object) -> Exception:
@@ -216,7 +211,12 @@ class Calls(RuleBasedStateMachine):
             clocks.append(Clock(*args))
             return clocks[0]
 
-        self.caller = Caller(self.world, self.world, extensions, self.threads, options, make_clock)
+        watchers: list[WorkerWatcher] = []
+        self.peer = self.world.peer = silent_peer(PEER, watchers, self.threads, self.world)
+        parts = call_parts(self.peer, extensions, self.threads, CallCounter(), options, self.world.call_soon)
+        self.counter = parts.counter
+        self.caller = Caller(parts, self.world, make_clock)
+        watchers.append(self.caller)
         (self.clock,) = clocks
         self.futures: list[Future[Any]] = []
         self.completions: list[int] = []
@@ -237,12 +237,12 @@ class Calls(RuleBasedStateMachine):
 
     @rule(data=st.data(), kind=st.sampled_from([RESULT, ERROR]), begun=st.booleans())
     def answer(self, data: st.DataObject, kind: int, begun: bool) -> None:
-        if self.world.sent and self.world.state is None:
+        if self.world.sent and self.peer.absence is None:
             identifier = data.draw(st.sampled_from(self.world.sent))
             self.world.sent.remove(identifier)
             envelope = agent_pb2.Envelope(id=identifier, type=kind, not_begun=kind == ERROR and not begun)
-            self.caller.receive(PEER, envelope, read_inline)
-            self.caller.receive(PEER, envelope, read_inline)  # which is dropped
+            self.caller.receive(self.peer, envelope, read_inline)
+            self.caller.receive(self.peer, envelope, read_inline)  # which is dropped
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -267,26 +267,21 @@ class Calls(RuleBasedStateMachine):
         self.loop.now += 2.0
         self.loop.run_ready()
 
-    @precondition(lambda self: self.world.state is None)
+    @precondition(lambda self: self.peer.absence is None)
     @rule(waits=st.booleans())
     def suspect(self, waits: bool) -> None:
-        self.world.state = Absence(PROCESS_ENDED, waits=waits)
-        concerned = self.caller.sent_to(PEER, waits=waits)
-        self.threads.submit(self.caller.on_worker_suspect, PEER, BROKEN, concerned, ())
+        self.peer.suspect(BROKEN, (), waits=waits)
 
-    @precondition(lambda self: self.world.state is not None and not self.world.state.is_lost)
+    @precondition(lambda self: self.peer.absence is not None and self.peer.end is None)
     @rule()
     def come_back(self) -> None:
-        self.world.state = None
-        self.threads.submit(self.caller.send_postponed, PEER)
+        self.peer.back()
 
-    @precondition(lambda self: not self.world.lost)
+    @precondition(lambda self: self.peer.end is None)
     @rule()
     def lose(self) -> None:
-        self.world.lost[PEER.wire_id] = PROCESS_ENDED
-        self.world.state = Absence(PROCESS_ENDED, is_lost=True)
         self.world.sent.clear()
-        self.threads.submit(self.caller.on_worker_lost, PEER, PROCESS_ENDED)
+        self.peer.lose(PROCESS_ENDED, ())
 
     @invariant()
     def each_ends_once(self) -> None:
@@ -308,7 +303,7 @@ class Calls(RuleBasedStateMachine):
         assert sorted(self.ends.begun) == sorted(self.ends.ended)
         assert not self.caller.in_flight
         assert not self.caller.unanswered.kept
-        assert not self.caller.counter.in_flight
+        assert not self.counter.in_flight
         self.loop.close()
 
 

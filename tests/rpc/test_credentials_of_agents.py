@@ -82,7 +82,7 @@ def join(name: str, rank: int, size: int, url: str, credentials: Credentials) ->
 
 def own_address() -> str:
     agent = current_agent()
-    return agent._network._members[agent.info.id].address  # type: ignore[attr-defined]
+    return agent.peers.by_id[agent.info.id].member.address  # type: ignore[attr-defined]
 
 
 def own_hello() -> bytes:

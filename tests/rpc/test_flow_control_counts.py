@@ -14,8 +14,8 @@ from gradwire.errors import SendQueueFullError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
-from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter
-from gradwire.rpc.peers.received_requests import ReceivedRequests
+from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter, Window
+from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 
 from tests.remote_functions import wait_until
@@ -30,6 +30,7 @@ class Model:
         self.chance = random.Random(seed)
         self.options = options
         self.flow = FlowControl(options)
+        self.windows = {worker: Window(worker) for worker in WORKERS}
         self.count = 0
         self.calls: dict[int, tuple[rpc.WorkerInfo, int, int]] = {}
         """Worker, depth and bytes of the calls that have been admitted, or wait, by id."""
@@ -53,7 +54,7 @@ class Model:
         alone = not any(other == depth for other, _ in self.in_flight(worker))
         queued = any(self.waits(i) for i, call in self.calls.items() if call[:2] == (worker, depth))
         with self.flow.nesting.at(depth):
-            waiter = self.flow.admit(worker, self.count, nbytes)
+            waiter = self.flow.admit(self.windows[worker], self.count, nbytes)
         self.calls[self.count] = worker, depth, nbytes
         if waiter is not None:
             self.waiters[self.count] = waiter
@@ -72,9 +73,9 @@ class Model:
         worker, _, _ = self.calls.pop(identifier)
         waiter = self.waiters.pop(identifier, None)
         if waiter is not None and not waiter.woken.done():
-            self.flow.abandon(worker.id, identifier)  # it has timed out
+            self.flow.abandon(self.windows[worker], identifier)  # it has timed out
         else:
-            self.flow.release(worker.id, identifier)
+            self.flow.release(self.windows[worker], identifier)
 
     def assert_nobody_waits_in_vain(self) -> None:
         """A call waits only while another one of its depth to the same worker is in flight."""
@@ -90,7 +91,7 @@ class Model:
                 "bytes_in_flight": sum(max(CALL_BYTES, nbytes) for _, nbytes in mine),
                 "waiting_calls": sum(self.waits(i) for i, call in self.calls.items() if call[0] == worker),
             }
-            assert self.flow.figures(worker) == expected
+            assert self.flow.figures(self.windows[worker]) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -121,7 +122,7 @@ def test_random_calls(seed):
                 model.end(identifier)
             else:
                 model.calls.pop(identifier)
-        model.flow.drop_worker(lost.id)
+        model.flow.release_all(model.windows[lost])
         model.assert_nobody_waits_in_vain()
     while model.calls:
         model.end(next(identifier for identifier in model.calls if not model.waits(identifier)))
@@ -130,18 +131,19 @@ def test_random_calls(seed):
 
 def test_calls_of_many_threads_are_counted_exactly():
     flow = FlowControl(rpc.FlowControlOptions(max_in_flight=200, max_total_in_flight=300))
+    windows = [Window(worker) for worker in WORKERS]
     highest = [0] * 8
 
     def call(index: int) -> None:
-        chance, worker = random.Random(index), WORKERS[index % 2]
+        chance, window = random.Random(index), windows[index % 2]
         for number in range(2000):
             identifier = index * 10_000 + number
             nbytes = chance.choice([10, 10, 5000])
-            if (waiter := flow.admit(worker, identifier, nbytes)) is not None:
+            if (waiter := flow.admit(window, identifier, nbytes)) is not None:
                 waiter.woken.result(60)
-            highest[index] = max(highest[index], flow.figures(worker)["calls_in_flight"])
-            flow.release(worker.id, identifier)
-            flow.release(worker.id, identifier)  # a second answer changes nothing
+            highest[index] = max(highest[index], flow.figures(window)["calls_in_flight"])
+            flow.release(window, identifier)
+            flow.release(window, identifier)  # a second answer changes nothing
 
     threads = [threading.Thread(target=call, args=(index,)) for index in range(8)]
     for thread in threads:
@@ -149,31 +151,32 @@ def test_calls_of_many_threads_are_counted_exactly():
     for thread in threads:
         thread.join()
     assert 0 < max(highest) <= 4
-    for worker in WORKERS:
-        assert flow.figures(worker) == {"calls_in_flight": 0, "bytes_in_flight": 0, "waiting_calls": 0}
+    for window in windows:
+        assert flow.figures(window) == {"calls_in_flight": 0, "bytes_in_flight": 0, "waiting_calls": 0}
 
 
 def test_only_the_worker_that_was_called_can_release_a_call():
     flow = FlowControl(rpc.FlowControlOptions(max_in_flight=1, when_full="raise"))
-    flow.admit(WORKERS[0], 1, 0)
-    flow.release(WORKERS[1].id, 1)
+    called, other = map(Window, WORKERS[:2])
+    flow.admit(called, 1, 0)
+    flow.release(other, 1)
     with pytest.raises(SendQueueFullError):
-        flow.admit(WORKERS[0], 2, 0)
-    flow.release(WORKERS[0].id, 1)
-    assert flow.admit(WORKERS[0], 3, 0) is None
+        flow.admit(called, 2, 0)
+    flow.release(called, 1)
+    assert flow.admit(called, 3, 0) is None
 
 
 def test_calls_are_admitted_in_their_order():
     flow = FlowControl(rpc.FlowControlOptions(max_in_flight=2, max_in_flight_bytes=20 * CALL_BYTES))
-    worker = WORKERS[0]
-    assert flow.admit(worker, 1, 15 * CALL_BYTES) is None
-    large = flow.admit(worker, 2, 15 * CALL_BYTES)
-    small = flow.admit(worker, 3, 1)  # there is capacity for it, but it would let the large one wait for ever
+    window = Window(WORKERS[0])
+    assert flow.admit(window, 1, 15 * CALL_BYTES) is None
+    large = flow.admit(window, 2, 15 * CALL_BYTES)
+    small = flow.admit(window, 3, 1)  # there is capacity for it, but it would let the large one wait for ever
     assert large is not None
     assert small is not None
     assert not large.woken.done()
     assert not small.woken.done()
-    flow.release(worker.id, 1)
+    flow.release(window, 1)
     assert large.woken.done()
     assert small.woken.done()
 
@@ -187,30 +190,30 @@ def test_calls_are_admitted_in_their_order():
     ],
 )
 def test_reading_pauses_and_goes_on(options, sizes):
-    received, source = ReceivedRequests(options), WORKERS[0]
+    received, queue, other = ReceivedRequests(options), ReceivedQueue(), ReceivedQueue()
     waiting: list[int] = []
     pauses = 0
     for nbytes in sizes:
-        pause = received.add(source, nbytes)
+        pause = received.add(queue, nbytes)
         waiting.append(nbytes)
         is_over = (
             len(waiting) > options.max_received
             or sum(max(CALL_BYTES, size) for size in waiting) > options.max_received_bytes
         )
         assert (pause is not None) == is_over
-        assert received.pause_of(source) is pause
-        assert received.add(WORKERS[1], 1) is None
-        received.begin(WORKERS[1])
+        assert queue.pause is pause
+        assert received.add(other, 1) is None
+        received.begin(other)
         if pause is not None:
             pauses += 1
             while not pause.done():
                 assert waiting, "everything has begun, and nothing is read"
-                received.begin(source)
+                received.begin(queue)
                 waiting.pop(0)
             assert len(waiting) <= options.max_received / 2
-            assert received.pause_of(source) is None
+            assert queue.pause is None
     assert pauses
-    assert received.figures(source)["received_requests"] == len(waiting)
+    assert received.figures(queue)["received_requests"] == len(waiting)
 
 
 def frame(number: int, nbytes: int = 0) -> bytes:
@@ -247,7 +250,7 @@ def end_of_reading(end: EnvelopeSocket) -> Callable[[], bool]:
 def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
     executor = Executor(2, "test-pauses")
     mine, other = socket.socketpair()
-    received = ReceivedRequests(rpc.FlowControlOptions(max_received=1))
+    received, queue = ReceivedRequests(rpc.FlowControlOptions(max_received=1)), ReceivedQueue()
     seen: list[int] = []
     ended = threading.Event()
     later = Later()
@@ -255,7 +258,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
     def on_envelope(envelope: agent_pb2.Envelope, size: int) -> object:
         assert 0 <= size - len(envelope.SerializeToString()) < 1000  # with what its parts take
         seen.append(envelope.id)
-        return received.add(WORKERS[0], size)
+        return received.add(queue, size)
 
     end = EnvelopeSocket("unix", mine, executor, on_envelope, lambda _reason: ended.set())
     try:
@@ -280,7 +283,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
             assert ended.wait(20)
         else:
             for _ in range(2):
-                received.begin(WORKERS[0])
+                received.begin(queue)
             wait_until(lambda: seen == [1, 2, 3, 4])
         other.shutdown(socket.SHUT_RDWR)
         sender.join(20)

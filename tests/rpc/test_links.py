@@ -12,7 +12,7 @@ from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, RRefError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.peers import links as agent_links
+from gradwire.rpc.peers import link
 from gradwire.rpc.transports.probe import Reach
 from gradwire.rref.forks import References
 from gradwire.rref.passed_on import PassedOn
@@ -122,13 +122,13 @@ def test_a_killed_worker_is_lost_at_once(workers, transports):
 def notice_late() -> None:
     """Has this worker find that one listens whose connection breaks, and then be kept from looking again."""
     found = iter([Reach.LISTENING])
-    look = agent_links.probe_now
-    agent_links.probe_now = lambda *args: next(found, None) or look(*args)
+    look = link.probe_now
+    link.probe_now = lambda *args: next(found, None) or look(*args)
 
     async def wait_for_ever(*_: object) -> None:
         await asyncio.Event().wait()
 
-    agent_links.probe = wait_for_ever
+    link.probe = wait_for_ever
 
 
 def test_a_killed_worker_that_listened_a_little_longer_is_not_suspect(workers):

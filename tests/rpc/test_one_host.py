@@ -19,8 +19,8 @@ from gradwire.c10d.user_sockets import SocketDirectory
 from gradwire.errors import RendezvousError, RpcError, WorkerSuspectError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, aio
 

@@ -109,7 +109,7 @@ def test_one_caller_cannot_leave_any_number_of_them(workers):
 
     def fill() -> None:
         agent: Any = current_agent()
-        agent._caller.flow_control.close()  # it sends all that it likes
+        agent._flow_control.close()  # it sends all that it likes
         remote_functions.kept.extend(promise(number).rpc_async(2).add(1) for number in range(8))
 
     def call() -> None:

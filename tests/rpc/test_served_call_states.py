@@ -12,19 +12,20 @@ from gradwire.rpc.contracts.extension import Awaited, Extension
 from gradwire.rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Outgoing
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers.flow_control import Nesting
-from gradwire.rpc.peers.postponed_requests import PostponedRequests
+from gradwire.rpc.peers.backlog import Backlogs
+from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.received_requests import ReceivedRequests
-from gradwire.rpc.requests.call import CallParts
+from gradwire.rpc.requests.call_counter import CallCounter
 from gradwire.rpc.requests.extensions import Extensions
 from gradwire.rpc.requests.served_call import ServedCall
 from gradwire.rpc.requests.served_calls import ServedCalls
 from gradwire.rpc.requests.server import Server
-from gradwire.rpc.requests.stats import CallCounter
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.simulated_peers import call_parts, silent_peer
 
 ME = WorkerInfo("me", 0)
 PEER = WorkerInfo("peer", 1)
@@ -103,8 +104,8 @@ class Codec:
         self.answers: Counter[int] = Counter()
         self.values, self.me = self, ME
 
-    def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
-        return Incoming(source, envelope, b"", [])
+    def read(self, source: Peer, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
+        return Incoming(source.info, envelope, b"", [])
 
     def unpack(self, _message: Incoming) -> None:
         """Returns the value of a request, which is not used."""
@@ -118,18 +119,8 @@ class Codec:
     def record_refusal(self, *_: object) -> None:
         pass
 
-    def send(self, answer: Outgoing) -> None:
+    def send(self, _peer: Peer, answer: Outgoing) -> None:
         self.answers[answer.envelope.id] += 1
-
-
-class Network:
-    """Has nothing queued."""
-
-    def queued_bytes(self, _worker: int) -> int:
-        return 0
-
-    def call_soon(self, *_: object) -> None:
-        pass
 
 
 class NoClock:
@@ -158,14 +149,14 @@ class Requests(RuleBasedStateMachine):
         self.received = ReceivedRequests(options)
         make_clock: Any = NoClock
         self.calls = ServedCalls(options, make_clock, "test")
-        network, codec, threads, nesting = Network(), self.codec, self.threads, Nesting()
+        self.peer, codec = silent_peer(PEER), self.codec
+        parts = call_parts(self.peer, extensions, self.threads, self.counter, options)
         self.server = Server(
+            parts,
             codec,  # type: ignore[arg-type]
-            CallParts(extensions, self.counter, nesting),
-            threads,  # type: ignore[arg-type]
             self.received,
             self.calls,
-            PostponedRequests(options, network),  # type: ignore[arg-type]
+            Backlogs(options, lambda _task: None),
         )
         self.arrived: dict[int, ServedCall] = {}
         self.announced: list[int] = []
@@ -179,7 +170,7 @@ class Requests(RuleBasedStateMachine):
         if needs:
             envelope.needed_values.add()
         self.functions.kinds[identifier], self.functions.promises[identifier] = kind, Promise()
-        self.arrived[identifier] = self.server.arrive(PEER, envelope)
+        self.arrived[identifier] = self.server.arrive(self.peer, envelope)
         self.announced.append(identifier)
 
     @precondition(lambda self: self.announced)
@@ -187,9 +178,9 @@ class Requests(RuleBasedStateMachine):
     def payloads_come(self, data: st.DataObject) -> None:
         identifier = data.draw(st.sampled_from(self.announced))
         self.announced.remove(identifier)
-        call = self.server.find(PEER, self.arrived[identifier].envelope)
+        call = self.server.find(self.peer, self.arrived[identifier].envelope)
         call.payloads = read_inline
-        self.received.add(PEER, 0)
+        self.received.add(self.peer.received, 0)
         self.threads.submit(self.server.serve, call)
 
     @rule(count=st.integers(1, 5))
@@ -202,7 +193,7 @@ class Requests(RuleBasedStateMachine):
         identifier = data.draw(st.sampled_from(sorted(self.arrived)))
         if not self.functions.runs[identifier]:
             self.must_not_run.add(identifier)
-        self.server.cancel(PEER, self.arrived[identifier].envelope)
+        self.server.cancel(self.peer, self.arrived[identifier].envelope)
 
     @precondition(lambda self: self.arrived)
     @rule(data=st.data())
@@ -227,7 +218,7 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def fall_silent(self) -> None:
         self.must_not_run.update(identifier for _, identifier in self.calls.waiting)
-        self.calls.cancel_all(PEER)
+        self.server.note_suspect(PEER, "it does not answer")
 
     @invariant()
     def runs_and_is_answered_at_most_once(self) -> None:
@@ -237,9 +228,9 @@ class Requests(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         while self.announced:
-            call = self.server.find(PEER, self.arrived[self.announced.pop()].envelope)
+            call = self.server.find(self.peer, self.arrived[self.announced.pop()].envelope)
             call.payloads = read_inline
-            self.received.add(PEER, 0)
+            self.received.add(self.peer.received, 0)
             self.threads.submit(self.server.serve, call)
         for promise in self.functions.promises.values():
             promise.keep()
@@ -253,8 +244,8 @@ class Requests(RuleBasedStateMachine):
         assert not self.calls.deferred
         assert not self.counter.in_flight
         assert not self.server.answering.in_flight
-        assert self.calls.figures(PEER) == {"parked_requests": 0}
-        assert self.received.figures(PEER)["received_requests"] == 0
+        assert self.calls.figures(self.peer) == {"parked_requests": 0}
+        assert self.received.figures(self.peer.received)["received_requests"] == 0
 
 
 TestRequests = Requests.TestCase

@@ -17,25 +17,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from gradwire.c10d.security.audit import Audit
-from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
+from gradwire.errors import LossCause, SendFailedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType, Outgoing
+from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
-from gradwire.rpc.membership.members import Member
-from gradwire.rpc.peers.links import Absence
-from gradwire.rpc.peers.network_listener import NetworkListener
+from gradwire.rpc.peers.changes import Changes
+from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
+from gradwire.rpc.peers.peers import Peers
 
 from tests.rref.chance import Chance
+from tests.simulated_peers import SilentTransport, simulated_parts
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"
@@ -87,6 +89,10 @@ class Machine:
         )
         self.agent.listen()
         self.agent.open(members)
+
+    def peer(self, other: "Machine") -> Peer:
+        """Returns another worker, as this one sees it."""
+        return self.network.peers.of(other.info)
 
     def run(self, task: Task) -> None:
         with holder.using(self.agent):
@@ -235,68 +241,55 @@ class SimulatedNetwork:
 
     def __init__(self, machine: Machine) -> None:
         self.me = machine.info
-        self.lost: dict[int, WorkerEnd] = {}
-        self.suspect: set[int] = set()
-        """The ids of the workers to which the connection is broken."""
+        self.peers = Peers()
         self.fail_next = False
         self.cuda_ipc = SimpleNamespace(staging=None)
+        self.broadcasts = None
         self.audit = Audit(machine.info.name)
-        self.by_name: dict[str, WorkerInfo] = {}
-        self.incarnations: dict[int, WorkerInfo] = {}
         self._machine = machine
-        self._world = machine.world
+        self._parts: PeerParts
 
-    def listen(self, where: object, listener: NetworkListener) -> str:
-        self.listener = listener
+    def listen(
+        self, _where: object, messages: MessageListener, make_changes: Callable[[WorkerInfo], Changes]
+    ) -> str:
+        make_transport = partial(SimulatedTransport, self._machine)
+        self._parts = simulated_parts(make_transport, messages, make_changes)
+        self.messages = messages
         return "simulated"
 
     def open(self, members: Sequence[Member], _control: object) -> None:
-        self._members = {member.info.id: member.info for member in members}
+        for member in members:
+            self.peers.add(Peer(member, self._parts))
 
     def admit(self) -> None:
         pass
 
-    def answer_reader(self, worker: WorkerInfo) -> None:
-        """Returns None: no thread waits for an answer."""
-
-    def workers(self) -> list[WorkerInfo]:
-        return list(self._members.values())
-
-    def incarnation(self, wire_id: int) -> WorkerInfo:
-        return self.worker(wire_id)
-
-    def worker(self, destination: WorkerInfo | int) -> WorkerInfo:
-        identifier = destination.id if isinstance(destination, WorkerInfo) else destination
-        if identifier not in self._members:
-            raise UnknownWorkerError(destination, [])
-        return self._members[identifier]
-
-    def writer(self, worker: WorkerInfo, _broadcast: object = None) -> NoReturn:
-        raise AssertionError(f"a message to {worker.name} is too large for its envelope")
-
-    def check_present(self, worker: WorkerInfo) -> None:
-        if (absence := self.absence(worker)) is not None:
-            raise absence.as_error(worker.name)
-
-    def absence(self, worker: WorkerInfo) -> Absence | None:
-        if (end := self.lost.get(worker.id)) is not None:
-            return Absence(end, is_lost=True)
-        return Absence(BROKEN, waits=True) if worker.id in self.suspect else None
-
-    def connect(self, worker: WorkerInfo) -> None:
-        self._world.connect(self._machine, self._world.machines[worker.id])
-
-    def send(self, worker: WorkerInfo, data: bytes) -> int:
-        self.check_present(worker)
-        self.connect(worker)
-        envelope = agent_pb2.Envelope.FromString(data)
-        return self._world.send(self._machine, self._world.machines[worker.id], envelope)
-
     def call_soon(self, function: Task, *args: Any) -> None:
         self._machine.tasks.append(partial(function, *args))
 
-    def withdraw(self, sent: Outgoing, _payloads: object = ()) -> bool:
-        return self._world.withdraw(self._world.machines[sent.destination.id], sent.ticket)
+
+class SimulatedTransport(SilentTransport):
+    """The connection of one worker to another, or to itself."""
+
+    def __init__(self, machine: Machine, peer: Peer, _address: str) -> None:
+        self._machine = machine
+        self._peer = peer
+
+    @property
+    def _target(self) -> Machine:
+        return self._machine.world.machines[self._peer.info.id]
+
+    def connect(self) -> None:
+        self._machine.world.connect(self._machine, self._target)
+
+    def send(self, envelope: bytes, _attached: object = ()) -> int:
+        self._peer.check_present()
+        self.connect()
+        parsed = agent_pb2.Envelope.FromString(envelope)
+        return self._machine.world.send(self._machine, self._target, parsed)
+
+    def withdraw(self, ticket: int, _beginning: bytes) -> bool:
+        return self._machine.world.withdraw(self._target, ticket)
 
 
 class World:
@@ -413,18 +406,18 @@ class World:
         self.connect(flight.target, flight.source)
         envelope = agent_pb2.Envelope()
         envelope.CopyFrom(flight.envelope)
-        listener = flight.target.network.listener
+        messages, source = flight.target.network.messages, flight.target.peer(flight.source)
         if envelope.type == MessageType.CONTROL:
-            listener.on_message(flight.source.info, envelope, read_inline, announced=False)
+            messages.on_message(source, envelope, read_inline, 0, announced=False)
             return
-        listener.on_announced(flight.source.info, envelope)
+        messages.on_announced(source, envelope)
         refusable = envelope.type != MessageType.CANCEL  # which has nothing to refuse
         if refusable and self.chance.happens(2):
             self.counts["refused"] += 1
             self.dropped(envelope)
-            listener.on_rejected(flight.source.info, envelope, ValueError("the simulation refused it"))
+            messages.on_rejected(source, envelope, ValueError("the simulation refused it"))
         else:
-            listener.on_message(flight.source.info, envelope, read_inline, announced=True)
+            messages.on_message(source, envelope, read_inline, 0, announced=True)
 
     def dropped(self, envelope: agent_pb2.Envelope) -> None:
         """Notes that a message is rejected, or lost."""
@@ -450,13 +443,11 @@ class World:
             }
             if (here, there) not in self._healing:
                 self._healing.append((here, there))
-            here.network.suspect.add(there.info.id)
-            here.network.listener.on_peer_suspect(there.info, BROKEN.reason, unsent, waits=True)
+            here.peer(there).suspect(BROKEN, unsent, waits=True)
 
     def _heal(self, here: Machine, there: Machine) -> None:
         self._healing.remove((here, there))
-        here.network.suspect.discard(there.info.id)
-        here.network.listener.on_peer_back(there.info)
+        here.peer(there).back()
 
     # Death.
 
@@ -492,8 +483,7 @@ class World:
         self._notices.remove((knower, dead))
         self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
         end = WorkerEnd(LossCause.DISCONNECTED, REASON)
-        knower.network.lost[dead.info.id] = end
-        knower.network.listener.on_peer_lost(dead.info, end)
+        knower.peer(dead).lose(end, ())
 
 
 def _take(tasks: deque[Task], index: int) -> Task:

@@ -1,21 +1,25 @@
 """References in messages that are lost with a connection are released, and those that have arrived are kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RpcTimeoutError, RRefError
+from gradwire.errors import LossCause, RpcTimeoutError, RRefError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.transports.base import Transport
 from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
 from tests.rref.test_senders import tell
 
 kept: list[rpc.RRef] = []
+
+BROKEN = WorkerEnd(LossCause.DISCONNECTED, "its connection broke")
 
 
 def keep(rref: rpc.RRef) -> None:
@@ -33,22 +37,33 @@ class CallsOnTheWay:
 
     def __init__(self, agent: GrpcAgent, kind: int = MessageType.CALL) -> None:
         self._kind = kind
-        self._network = agent._network
-        self._kept: list[tuple[rpc.WorkerInfo, bytes]] = []
-        agent._codec._network = self  # type: ignore[assignment]
+        self._kept: list[tuple[Transport, bytes]] = []
+        for peer in agent.peers.all():
+            peer.transport = _KeepingTransport(self, peer.transport)  # type: ignore[assignment]
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._network, name)
-
-    def send(self, worker: rpc.WorkerInfo, data: bytes) -> int:
-        if agent_pb2.Envelope.FromString(data).type == self._kind:
-            self._kept.append((worker, data))
-            return 0
-        return self._network.send(worker, data)
+    def keeps(self, transport: Transport, envelope: bytes) -> bool:
+        """Returns whether an envelope is kept back."""
+        if agent_pb2.Envelope.FromString(envelope).type != self._kind:
+            return False
+        self._kept.append((transport, envelope))
+        return True
 
     def arrive(self) -> None:
-        for worker, data in self._kept:
-            self._network.send(worker, data)
+        for transport, envelope in self._kept:
+            transport.send(envelope)
+
+
+class _KeepingTransport:
+    def __init__(self, calls: CallsOnTheWay, transport: Transport) -> None:
+        self._calls, self._transport = calls, transport
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        if not attached and self._calls.keeps(self._transport, envelope):
+            return 0
+        return self._transport.send(envelope, attached)
 
 
 def interrupt(sender: GrpcAgent, receiver: GrpcAgent) -> None:
@@ -148,8 +163,8 @@ def test_a_value_whose_creating_message_is_lost_is_not_awaited_for_ever(agents):
         rref = rpc.remote(owner.info, add, (1, 2))
         rpc.rpc_sync(third.info, keep, (rref,))
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 1)
-    user._dispatcher.on_peer_suspect(owner.info, "its connection broke", (), waits=False)
-    user._dispatcher.on_peer_back(owner.info)
+    user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
+    user.peers.of(owner.info).back()
     del rref
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 0)
     with holder.using(third), pytest.raises(RRefError, match="is gone"):
@@ -181,8 +196,8 @@ def test_an_owner_asks_again_for_what_has_changed_since_it_asked(agents, monkeyp
         rpc.rpc_sync(third.info, keep, (rref,))
     wait_until(lambda: answers)
     monkeypatch.undo()
-    user._dispatcher.on_peer_suspect(owner.info, "its connection broke", (), waits=False)
-    user._dispatcher.on_peer_back(owner.info)
+    user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
+    user.peers.of(owner.info).back()
     wait_until(lambda: count(owner, "num_forks") == 2)
     assert count(owner, "num_awaited_rrefs") == 1
     owner.control.run(answers[0])

@@ -216,7 +216,7 @@ def test_a_creation_here_that_is_refused():
     (user, _) = schedule.machines
     rref = create(schedule, user, user)
     (flight,) = hold_back(schedule, MessageType.RREF_CREATE)
-    user.network.listener.on_rejected(user.info, flight.envelope, ValueError("too large"))
+    user.network.messages.on_rejected(user.peer(user), flight.envelope, ValueError("too large"))
     schedule.settle()
     with pytest.raises(ValueError, match="too large"):
         on(user, rref.to_here)
@@ -237,7 +237,7 @@ def test_a_reference_to_a_value_that_died_with_its_parent():
     call = on(user, rpc.rpc_async, owner.info, receive, (user.held, 1))
     late = hold_back(schedule, MessageType.CALL)
     schedule.kill(parent)
-    while parent.info.id not in owner.network.lost or owner.tasks:
+    while owner.peer(parent).end is None or owner.tasks:
         assert schedule.step()
     schedule.flights += late
     schedule.settle()

@@ -24,9 +24,9 @@ from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc import grpc_backend
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.network import Network
 from gradwire.rpc.channels.cuda.runtime import DeviceError
-from gradwire.rpc.membership.members import Member
-from gradwire.rpc.peers.network import Network
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.wire.strides import span
 
 from tests.workers import TRANSPORTS, Worker

@@ -384,9 +384,9 @@ def test_a_peer_gets_a_bounded_number_of_connections(agents):
     for bundle, count in [(number, 2) for number in range(100, 110)] + [(200, 0), (201, 17), (100, 2)]:
         request = agent_pb2.BulkRequest(bundle=bundle, connections=count)
         b_id = b.info.id
-        a._network.call_soon(a._network._streams.send_frame, b_id, agent_pb2.Frame(bulk_request=request))
+        a._network.call_soon(a.peers.by_id[b_id].send_frame, agent_pb2.Frame(bulk_request=request))
     request = agent_pb2.BulkRequest(bundle=99, connections=1)
-    a._network.call_soon(a._network._streams.send_frame, b.info.id, agent_pb2.Frame(bulk_request=request))
+    a._network.call_soon(a.peers.of(b.info).send_frame, agent_pb2.Frame(bulk_request=request))
     wait_until(lambda: received)
     assert received == [[]]
     assert len(b._network._router._bulk._receiving) == channel.MAX_BUNDLES

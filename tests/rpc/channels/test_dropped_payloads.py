@@ -27,24 +27,24 @@ def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(age
     envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = 9, 1000
 
     async def read_and_break() -> None:
-        network.incoming.on_envelope(b.info, envelope, 0)
-        network.links.on_broken(b.info, WorkerEnd(LossCause.DISCONNECTED, "its connection broke"), ())
+        a.peers.of(b.info).on_envelope(envelope, 0)
+        a.peers.of(b.info).on_broken(WorkerEnd(LossCause.DISCONNECTED, "its connection broke"), ())
 
     network._events.run(read_and_break())
     assert dropped.wait(20)
     assert network._router.announced.pending(b.info.wire_id) == (0, 0)
-    wait_until(lambda: not network.links.absent)  # it is back
+    wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
 
 
 def read_old_message(agent: GrpcAgent, source: WorkerInfo, payload: agent_pb2.Payload) -> None:
     """Has an agent read a message with this payload after the connection by which it came has broken."""
-    network = agent._network
+    peer = agent.peers.of(source)
 
     async def break_and_read() -> None:
-        network._streams.break_off(source.wire_id, "its connection broke")
-        network.incoming.on_envelope(source, agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload), 0)
+        peer.break_off("its connection broke")
+        peer.on_envelope(agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload), 0)
 
-    network._events.run(break_and_read())
+    agent._network._events.run(break_and_read())
 
 
 def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monkeypatch):
@@ -60,4 +60,4 @@ def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monk
         segment = agent_pb2.SegmentPayload(number=number, nbytes=data.nbytes)
         read_old_message(a, b.info, agent_pb2.Payload(segment=segment))
         assert isinstance(rejected.get(timeout=20), PayloadLostError) == is_lost
-        wait_until(lambda: not a._network.links.absent)  # it is back
+        wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.peers.postponed_requests import PostponedRequests
+from gradwire.rpc.peers.backlog import Backlog, Backlogs
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until
@@ -116,12 +116,14 @@ def test_the_calls_of_a_worker_that_is_killed_are_not_postponed_for_ever(workers
 
 def postpone_calls_of_worker0() -> None:
     agent: Any = current_agent()
-    agent._server.postponed.waiting[0] = []
+    backlog = agent.peers.by_id[0].backlog
+    backlog.postponed = []
+    agent._server.backlogs.full.append(backlog)
 
 
 def resume_calls() -> None:
     agent: Any = current_agent()
-    agent._network.call_soon(agent._server.postponed._check)
+    agent._network.call_soon(agent._server.backlogs._check)
 
 
 def test_only_calls_are_postponed(workers):
@@ -164,11 +166,15 @@ def test_large_answers_in_both_directions(workers, transports):
         worker.run(wait_until, lambda other=other: not figures(other)["postponed_requests"])
 
 
+WORKERS = [rpc.WorkerInfo(f"worker{number}", number) for number in range(3)]
+
+
 class Queues:
-    """Stands for a network: the bytes that are queued for each worker."""
+    """The bytes that are queued for each worker."""
 
     def __init__(self) -> None:
         self.bytes = [0, 0, 0]
+        self.backlogs = [Backlog(worker, partial(self.queued_bytes, worker.id)) for worker in WORKERS]
         self.soon: list[Any] = []
         """What is to be called on the event loop."""
 
@@ -179,7 +185,7 @@ class Queues:
         self.soon.append(function)
 
 
-def look_again(postponed: PostponedRequests) -> None:
+def look_again(postponed: Backlogs) -> None:
     """Does what the event loop does from time to time while calls wait."""
 
     async def check() -> None:
@@ -188,71 +194,68 @@ def look_again(postponed: PostponedRequests) -> None:
     asyncio.run(check())
 
 
-WORKERS = [rpc.WorkerInfo(f"worker{number}", number) for number in range(3)]
-
-
-def postponed_calls(postponed: PostponedRequests, resumed: list[int]) -> list[bool]:
+def postponed_calls(queues: Queues, postponed: Backlogs, resumed: list[int]) -> list[bool]:
     """Has a call of each worker arrive; returns which of them are postponed. Resuming one adds its worker's id."""
-    return [postponed.add(worker, partial(resumed.append, worker.id)) for worker in WORKERS]
+    return [postponed.add(each, partial(resumed.append, each.worker.id)) for each in queues.backlogs]
 
 
 def test_calls_are_postponed_until_half_is_sent():
-    network = Queues()
-    postponed = PostponedRequests(limits(max_unsent_bytes=160 * KIB), network)
+    queues = Queues()
+    postponed = Backlogs(limits(max_unsent_bytes=160 * KIB), queues.call_soon)
     resumed: list[int] = []
     for _ in range(16):
-        network.bytes[0] += 10 * KIB
-        postponed.on_answer(WORKERS[0], 10 * KIB)
-    assert postponed_calls(postponed, resumed) == [False, False, False]
-    network.bytes[0] += 10 * KIB
-    postponed.on_answer(WORKERS[0], 10 * KIB)
+        queues.bytes[0] += 10 * KIB
+        postponed.on_answer(queues.backlogs[0], 10 * KIB)
+    assert postponed_calls(queues, postponed, resumed) == [False, False, False]
+    queues.bytes[0] += 10 * KIB
+    postponed.on_answer(queues.backlogs[0], 10 * KIB)
     for count in (1, 2):
-        assert postponed_calls(postponed, resumed) == [True, False, False]
-        assert postponed.figures(WORKERS[0]) == {"postponed_requests": count}
+        assert postponed_calls(queues, postponed, resumed) == [True, False, False]
+        assert postponed.figures(queues.backlogs[0]) == {"postponed_requests": count}
     for nbytes in (170 * KIB, 80 * KIB + 1):
-        network.bytes[0] = nbytes
+        queues.bytes[0] = nbytes
         look_again(postponed)
         assert not resumed
-    network.bytes[0] = 80 * KIB
+    queues.bytes[0] = 80 * KIB
     look_again(postponed)
     assert resumed == [0, 0]
-    assert len(network.soon) == 1
-    assert postponed_calls(postponed, resumed) == [False, False, False]
+    assert len(queues.soon) == 1
+    assert postponed_calls(queues, postponed, resumed) == [False, False, False]
 
 
 def test_the_queue_is_looked_at_now_and_then():
-    network = Queues()
-    postponed = PostponedRequests(limits(max_unsent_bytes=160 * KIB), network)
-    network.bytes[0] = 200 * KIB
+    queues = Queues()
+    postponed = Backlogs(limits(max_unsent_bytes=160 * KIB), queues.call_soon)
+    queues.bytes[0] = 200 * KIB
     for _ in range(9):
-        postponed.on_answer(WORKERS[0], KIB)
-    assert not postponed.waiting
-    postponed.on_answer(WORKERS[0], KIB)
-    assert postponed.waiting
+        postponed.on_answer(queues.backlogs[0], KIB)
+    assert not postponed.full
+    postponed.on_answer(queues.backlogs[0], KIB)
+    assert postponed.full
 
 
 def test_the_sum_over_workers_is_bounded_and_leaves_out_those_that_read():
-    network = Queues()
-    postponed = PostponedRequests(limits(max_unsent_bytes=100 * KIB, max_total_unsent_bytes=150 * KIB), network)
+    queues = Queues()
+    postponed = Backlogs(limits(max_unsent_bytes=100 * KIB, max_total_unsent_bytes=150 * KIB), queues.call_soon)
     resumed: list[int] = []
 
     def answer_all(*queued: int) -> None:
-        network.bytes = [nbytes * KIB for nbytes in queued]
-        for worker in WORKERS:
-            postponed.on_answer(worker, 100 * KIB)
+        queues.bytes = [nbytes * KIB for nbytes in queued]
+        for backlog in queues.backlogs:
+            postponed.on_answer(backlog, 100 * KIB)
 
     answer_all(90, 0, 50)
-    assert postponed_calls(postponed, resumed) == [False, False, False]
+    assert postponed_calls(queues, postponed, resumed) == [False, False, False]
     answer_all(90, 0, 70)
-    assert postponed_calls(postponed, resumed) == [False, False, True]
+    assert postponed_calls(queues, postponed, resumed) == [False, False, True]
     answer_all(90, 0, 70)
-    assert postponed_calls(postponed, resumed) == [True, False, True]
-    network.bytes = [90 * KIB, 0, 0]
+    assert postponed_calls(queues, postponed, resumed) == [True, False, True]
+    queues.bytes = [90 * KIB, 0, 0]
     look_again(postponed)
     assert resumed == [2, 2]  # nothing is queued for it, and the other one has more than half of the sum
-    network.bytes = [50 * KIB, 0, 0]
+    queues.bytes = [50 * KIB, 0, 0]
     look_again(postponed)
     assert resumed == [2, 2, 0]
     answer_all(0, 90, 0)  # what was seen in the first queue is not counted any more
     answer_all(0, 0, 70)
-    assert postponed_calls(postponed, resumed) == [False, False, False]
+    assert postponed_calls(queues, postponed, resumed) == [False, False, False]

@@ -20,8 +20,8 @@ from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.execution import stalls
-from gradwire.rpc.peers.postponed_requests import PostponedRequests
-from gradwire.rpc.peers.received_requests import ReceivedRequests
+from gradwire.rpc.peers.backlog import Backlog, Backlogs
+from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
 from gradwire.rpc.transports import outbox
 
 from tests.remote_functions import add, identity, wait_until
@@ -55,9 +55,9 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
     a, b, c = agents(3, channels=rpc.ChannelOptions(max_payload_bytes=MIB))
     network = a._network
     for number in range(1, 10):
-        network.incoming.on_envelope(b.info, announcement(number, MIB), 100)
+        a.peers.of(b.info).on_envelope(announcement(number, MIB), 100)
     wait_until(lambda: network._router.announced.pending(b.info.id) == (4, 4 * MIB))
-    wait_until(lambda: not a._server._received.figures(b.info)["received_requests"])
+    wait_until(lambda: not a._server._received.figures(a.peers.of(b.info).received)["received_requests"])
     wait_until(lambda: len(a._server.calls.waiting) == 4)  # those that are refused are forgotten a moment later
     with holder.using(c):
         tensor = torch.ones(MIB // 4, requires_grad=True)
@@ -109,7 +109,7 @@ def test_what_a_lost_worker_still_sends_is_dropped(agents):
     with holder.using(b):
         assert rpc.rpc_sync(a.info, torch.numel, (payload,)) == 8 * MIB  # by a stream that stays open
         end = WorkerEnd(LossCause.DISCONNECTED, "it was silent")
-        a._network.call_soon(a._network.links.on_closed, b.info, end)
+        a._network.call_soon(a.peers.of(b.info).on_closed, end)
         wait_until(lambda: a.end_of(1) is not None)
         for _ in range(3):
             rpc.rpc_async(a.info, torch.numel, (payload,), timeout=0)
@@ -132,13 +132,13 @@ def test_answers_to_no_request_are_dropped(agents):
         for identifier in range(1000, 1050):
             envelope = answer(identifier)
             envelope.type = kind
-            a._network.incoming.on_envelope(b.info, envelope, 20)
+            a.peers.of(b.info).on_envelope(envelope, 20)
     assert not served
     with holder.using(a):
         future = rpc.rpc_async(b.info, wait_for_release)
         identifier = max(a._caller.in_flight)
         for _ in range(50):
-            a._network.incoming.on_envelope(c.info, answer(identifier), 20)  # it was not asked
+            a.peers.of(c.info).on_envelope(answer(identifier), 20)  # it was not asked
         assert not served
         assert not future.done()
         _release.set()
@@ -158,10 +158,10 @@ def test_an_answer_is_taken_once(agents):
         original = a._executor.submit_urgent
         a._executor.submit_urgent = lambda _task, *args: taken.append(args[1].id)
         for _ in range(50):
-            a._network.incoming.on_envelope(b.info, answer(identifier), 20)
+            a.peers.of(b.info).on_envelope(answer(identifier), 20)
         assert taken == [identifier]
         a._executor.submit_urgent = original
-        a._caller.complete(b.info, answer(identifier), lambda payload: payload.inline)
+        a._caller.complete(a.peers.of(b.info), answer(identifier), lambda payload: payload.inline)
         assert future.wait() is None
     _release.set()
 
@@ -195,9 +195,8 @@ def reference_when_released() -> rpc.RRef:
 
 
 def test_rejected_messages_count_as_received():
-    received = ReceivedRequests(FlowControlOptions(max_received=4))
-    source = rpc.WorkerInfo("a", 1)
-    pauses = [received.add(source, 0) for _ in range(6)]
+    received, queue = ReceivedRequests(FlowControlOptions(max_received=4)), ReceivedQueue()
+    pauses = [received.add(queue, 0) for _ in range(6)]
     assert pauses[:4] == [None] * 4
     assert isinstance(pauses[5], concurrent.futures.Future)
 
@@ -210,7 +209,7 @@ def test_a_flood_of_malformed_messages_pauses_reading(agents, monkeypatch):
     a._executor.submit(hold.wait, 20)
     malformed = agent_pb2.Envelope(id=5, type=CALL)
     malformed.body.segment.number, malformed.body.segment.nbytes = 77, 5
-    pauses = [a._network.incoming.on_envelope(b.info, malformed, 20) for _ in range(10)]
+    pauses = [a.peers.of(b.info).on_envelope(malformed, 20) for _ in range(10)]
     assert pauses[-1] is not None
     hold.set()
     pauses[-1].result(20)
@@ -219,15 +218,14 @@ def test_a_flood_of_malformed_messages_pauses_reading(agents, monkeypatch):
 
 
 def test_calls_of_a_worker_that_does_not_read_are_bounded():
-    worker = rpc.WorkerInfo("a", 1)
-    network = SimpleNamespace(queued_bytes=lambda _worker: 1 << 40, call_soon=lambda _task: None)
-    postponed = PostponedRequests(FlowControlOptions(max_in_flight=2, max_received=1), network)
-    postponed.on_answer(worker, 1 << 30)
+    backlog = Backlog(rpc.WorkerInfo("a", 1), lambda: 1 << 40)
+    backlogs = Backlogs(FlowControlOptions(max_in_flight=2, max_received=1), lambda _task: None)
+    backlogs.on_answer(backlog, 1 << 30)
     for _ in range(4):
-        assert postponed.add(worker, lambda: None)
+        assert backlogs.add(backlog, lambda: None)
     with pytest.raises(RpcError, match="worker 'a' does not read its answers, for which 4 of its calls wait"):
-        postponed.add(worker, lambda: None)
-    assert not postponed.add(rpc.WorkerInfo("b", 2), lambda: None)
+        backlogs.add(backlog, lambda: None)
+    assert not backlogs.add(Backlog(rpc.WorkerInfo("b", 2), lambda: 0), lambda: None)
 
 
 def connected(agents) -> tuple[GrpcAgent, GrpcAgent]:
@@ -257,7 +255,7 @@ def test_a_worker_that_does_not_read_what_it_asks_for_is_lost(agents, monkeypatc
     async def ask(times: int) -> None:
         for _ in range(times):  # while nothing is sent
             request = agent_pb2.BulkRequest(bundle=1)
-            a._network._streams.sockets.on_frame(b.info.id, agent_pb2.Frame(bulk_request=request))
+            a._network._streams._parts.sockets.on_frame(b.info.id, agent_pb2.Frame(bulk_request=request))
 
     a._network._events.run(ask(4))
     with holder.using(b):

@@ -16,7 +16,6 @@ from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
-from gradwire.rpc.contracts.worker import WorkerInfo
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import (
@@ -323,14 +322,15 @@ def share(x: torch.Tensor) -> torch.Tensor:
 
 def refuse_what_returns() -> None:
     """Has answers refused whose tensor goes back in its segment."""
-    send = network().send
+    transport: Any = network().peers.by_id[0].transport
+    send = transport.send
 
-    def send_others(worker: WorkerInfo, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send_others(envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
         if any(tensor.data.segment.sent_back for tensor in agent_pb2.Envelope.FromString(envelope).tensors):
-            raise SendFailedError(worker.name, "on purpose")
-        return send(worker, envelope, attached)
+            raise SendFailedError("worker0", "on purpose")
+        return send(envelope, attached)
 
-    network().send = send_others  # type: ignore[method-assign]
+    transport.send = send_others
 
 
 def send_and_fail() -> None:

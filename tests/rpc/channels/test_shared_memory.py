@@ -334,7 +334,7 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
         rpc.rpc_sync("worker1", identity, (torch.ones(MIB),))
         before = used_bytes()
         assert before > 0
-        used = network()
+        used = network().peers.by_id[1].transport
         send = used.send
 
         def refuse(*_):

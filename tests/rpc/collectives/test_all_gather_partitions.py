@@ -22,7 +22,7 @@ def _ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def part(a: GrpcAgent, b: GrpcAgent) -> None:
     """Cuts the connection of two agents, so that each of them counts the other one as lost."""
-    a._network.call_soon(a._network._streams.abort, b.info.id, "the network is partitioned")
+    a._network.call_soon(a.peers.of(b.info).abort, "the network is partitioned")
     wait_until(lambda: a.end_of(b.info.id) is not None and b.end_of(a.info.id) is not None)
 
 

@@ -2,13 +2,14 @@
 
 All workers run on one thread and one event loop, whose time jumps to the next timer. Simulated are the network
 (delays, hosts that are cut off), processes that end, and when the store can be reached. What the workers do about
-it is decided by RosterLog, RosterFollower, Links, Evictions, Newcomers, Handshake and `greet`, as in an agent.
+it is decided by RosterLog, RosterFollower, Links, Evictions, RosterUpdates, Handshake and `greet`, as in an agent.
 """
 
 import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,23 +19,27 @@ from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, RpcTimeoutError, StoreNetworkError, WorkerSuspectError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.liveness import Liveness
+from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.watcher import WorkerWatcher
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
-from gradwire.rpc.joining.newcomer import greet
+from gradwire.rpc.membership import evictions as evictions_module
 from gradwire.rpc.membership.addresses import ListenAddress
-from gradwire.rpc.membership.directory import Directory
-from gradwire.rpc.membership.members import Member
+from gradwire.rpc.membership.evictions import Evictions
+from gradwire.rpc.membership.joining import greet
 from gradwire.rpc.membership.presence import Presence
+from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.peers import evictions as evictions_module
-from gradwire.rpc.peers.evictions import Evictions
-from gradwire.rpc.peers.links import Links, LinkState
-from gradwire.rpc.peers.newcomers import Newcomers
-from gradwire.rpc.peers.roster_follower import RosterFollower
-from gradwire.rpc.peers.vouching import Verdict, Vote, verdict_of
+from gradwire.rpc.membership.roster_updates import RosterUpdates
+from gradwire.rpc.membership.vouching import Verdict, Vote, verdict_of
+from gradwire.rpc.peers.changes import Changes
+from gradwire.rpc.peers.link import Links, LinkState
+from gradwire.rpc.peers.peer import Peer
+from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.handshake import Handshake, RefusedError
 from gradwire.rpc.transports.probe import Reach
 
+from tests.simulated_peers import SilentTransport, simulated_parts
 from tests.virtual_time import VirtualTimeLoop
 
 LIVENESS = Liveness(heartbeat=1, suspect_after=5, lease=60)
@@ -48,7 +53,7 @@ FIRST_RETRANSMISSION_S = 1.0
 
 
 class _Endpoint:
-    """What Links and Handshake use of an agent's endpoint."""
+    """What Handshake uses of an agent's endpoint, and Links of its address."""
 
     def __init__(self, worker: "SimulatedWorker") -> None:
         self.worker = worker
@@ -59,6 +64,20 @@ class _Endpoint:
 
     def why_refused(self, _context: object, _name: str) -> str:
         return ""
+
+    def clean_up(self, address: str) -> None:
+        pass
+
+
+class _Stream(SilentTransport):
+    """A connection of one worker to another."""
+
+    def __init__(self, worker: "SimulatedWorker", peer: Peer, _address: str) -> None:
+        self._worker = worker
+        self._peer = peer
+
+    def connect(self) -> None:
+        self._worker.group.dial(self._worker, self._worker.group.workers[self._peer.id])
 
 
 class _Store:
@@ -85,7 +104,7 @@ class Greeting:
         self._deadline = self._loop.time() + seconds
         self.answer: asyncio.Future[None] = self._loop.create_future()
         worker.greetings[peer.wire_id] = self
-        worker.connect_again(peer)
+        worker.peers.of(peer).connect_again()
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         left = max(0.0, self._deadline - self._loop.time())
@@ -98,7 +117,7 @@ class Greeting:
         self.answer.result()
 
 
-class SimulatedWorker:
+class SimulatedWorker(WorkerWatcher):
     """One incarnation of a worker: what an agent has for its membership, on the group's network."""
 
     def __init__(self, group: "SimulatedGroup", info: WorkerInfo, roster: RosterLog) -> None:
@@ -110,25 +129,27 @@ class SimulatedWorker:
         self.is_running = True
         self.is_plugged = True
         self.greetings: dict[int, Greeting] = {}
-        self.refused: dict[int, str] = {}
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         endpoint: Any = _Endpoint(self)
-        self.directory = Directory()
-        self.links = Links(group.loop, LIVENESS, endpoint)
-        self.follower = RosterFollower(info, roster, self.directory, self.links, self)
-        self._newcomers = Newcomers(info, roster, self, self.follower.follow)  # type: ignore[arg-type]
-        self.handshake = Handshake(group.name, info, self._newcomers.learn, endpoint)
+        self.peers = Peers()
+        self.follower = RosterFollower(info, roster, self.peers, self)
+        self._updates = RosterUpdates(info, roster, self, self.follower.follow)  # type: ignore[arg-type]
+        self.handshake = Handshake(group.name, info, self.peers.by_id, self._updates.learn, endpoint)
         self.evictions = Evictions(
             info,
             group.loop,
             self,  # type: ignore[arg-type]
-            self.links,
+            self.peers,
             roster,
             LIVENESS.lease,
             None,  # type: ignore[arg-type] # `_is_agreed` below takes its place
             self.follower.follow,
         )
-        self.links.listen(self, self)  # type: ignore[arg-type]
+        self._parts = simulated_parts(
+            partial(_Stream, self),
+            make_changes=lambda worker: Changes(worker, (self,), self),  # type: ignore[arg-type]
+            links=Links(group.loop, LIVENESS, endpoint, self.evictions),
+        )
 
     def open(self) -> None:
         """Takes in the members of the log."""
@@ -140,11 +161,11 @@ class SimulatedWorker:
         self.is_running = False
         self.follower.close()
         self.evictions.close()
-        self.links.close()
+        self.peers.close()
 
     def is_evicted(self) -> bool:
         """Returns whether it knows that it was evicted."""
-        return any(absence.evicted for absence in self.links.absent.values())
+        return any(peer.absence is not None and peer.absence.evicted for peer in self.peers.all())
 
     # An Executor.
 
@@ -154,53 +175,26 @@ class SimulatedWorker:
     # A Membership.
 
     def add(self, member: Member) -> None:
-        if member.info != self.info:
-            self.links.add(member.info, member.address)
-        self.directory.add(member)
+        self.peers.add(Peer(member, self._parts, is_me=member.info == self.info))
 
     def let_in(self) -> None:
-        self.handshake.open(self.directory.infos(), self.roster.version)
+        self.handshake.open(self.roster.version)
 
     def on_joined(self, worker: WorkerInfo) -> None:
         pass
 
-    # A LinkOwner.
+    # A WorkerWatcher, and an Executor for what it does not handle.
 
-    def renew_transport(self, peer: WorkerInfo) -> None:
-        pass
-
-    def break_off(self, peer: WorkerInfo, reason: str) -> None:
-        pass
-
-    def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
-        pass
-
-    def connect_again(self, peer: WorkerInfo) -> None:
-        self.group.dial(self, self.group.workers[peer.wire_id])
-
-    def refuse(self, peer: WorkerInfo, reason: str) -> None:
-        self.refused[peer.wire_id] = reason
-
-    def clean_up(self, address: str) -> None:
-        pass
-
-    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
-        self.evictions.evict(peer, reason)
-
-    def on_refused(self, _peer: WorkerInfo) -> None:
-        self.evictions.read()
-
-    # A NetworkListener.
-
-    def on_peer_suspect(self, worker: WorkerInfo, reason: str, _unsent: object, *, waits: bool) -> None:
-        if not waits:
+    def note_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        absence = self.peers.of(worker).absence
+        if absence is None or not absence.waits:
             self._fail_greeting(worker, WorkerSuspectError(worker.name, reason))
 
-    def on_peer_back(self, worker: WorkerInfo) -> None:
-        pass
-
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, _unsent: object) -> None:
+    def note_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         self._fail_greeting(worker, end.as_error(worker.name))
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self.group.later(self, task)
 
     def _fail_greeting(self, worker: WorkerInfo, error: Exception) -> None:
         greeting = self.greetings.get(worker.wire_id)
@@ -217,7 +211,7 @@ class SimulatedWorker:
 
     def send(self, worker: WorkerInfo, kind: str, payload: object) -> None:
         """Sends a control message, again and again while the other one is suspect."""
-        if not self.is_running or worker.wire_id in self.links.lost:
+        if not self.is_running or self.peers.of(worker).end is not None:
             return
         target = self.group.workers[worker.wire_id]
         self.group.messages += 1
@@ -231,8 +225,9 @@ class SimulatedWorker:
     async def on_hello(self, source: "SimulatedWorker", hello: agent_pb2.Hello) -> None:
         """Lets another worker in, or refuses it."""
         try:
-            if (reason := self.refused.get(hello.worker_id)) is not None:
-                raise RefusedError(f"it has given this worker up: {reason}")
+            peer = self.peers.by_id.get(hello.worker_id)
+            if peer is not None and peer.stream is None:
+                raise RefusedError(f"it has given this worker up: {peer.refusal}")
             worker = await self.handshake.admit(hello, None)
         except RefusedError as refusal:
             self.group.answer(self, source, source.on_refusal, self.info, refusal)
@@ -242,7 +237,7 @@ class SimulatedWorker:
 
     def on_refusal(self, peer: WorkerInfo, refusal: RefusedError) -> None:
         if refusal.code is grpc.StatusCode.FAILED_PRECONDITION:
-            self.links.on_closed(peer, WorkerEnd(LossCause.REFUSED, str(refusal)))
+            self.peers.of(peer).on_closed(WorkerEnd(LossCause.REFUSED, str(refusal)))
         else:
             self.on_break(peer)
 
@@ -256,12 +251,16 @@ class SimulatedWorker:
     def on_break(self, peer: WorkerInfo, why: str = "the connection broke") -> None:
         """Handles the end of a connection, or of an attempt to make one."""
         if self.is_running:
-            self.links.on_broken(peer, WorkerEnd(LossCause.DISCONNECTED, why), ())
+            self.peers.of(peer).on_broken(WorkerEnd(LossCause.DISCONNECTED, why), ())
 
     def _connect(self, peer: WorkerInfo) -> None:
-        if self.links.state(peer) is LinkState.CONNECTED:
+        if self.is_connected(peer):
             self.on_break(peer, "it has connected again")
-        self.links.on_opened(peer)
+        self.peers.of(peer).on_opened()
+
+    def is_connected(self, worker: WorkerInfo) -> bool:
+        """Returns whether there is a connection to another worker."""
+        return worker.wire_id in self.peers.by_id and self.peers.of(worker).is_connected
 
 
 class SimulatedGroup:
@@ -308,9 +307,9 @@ class SimulatedGroup:
     def installed(self) -> "Iterator[SimulatedGroup]":
         """Context manager in which probes and questions of this process go by the simulated network."""
         with (
-            patch("gradwire.rpc.peers.links.probe", self._probe),
-            patch("gradwire.rpc.peers.links.probe_now", self._probe_now),
-            patch("gradwire.rpc.joining.newcomer.presence_of", self._presence),
+            patch("gradwire.rpc.peers.link.probe", self._probe),
+            patch("gradwire.rpc.peers.link.probe_now", self._probe_now),
+            patch("gradwire.rpc.membership.joining.presence_of", self._presence),
             patch.object(Evictions, "_is_agreed", lambda each, _roster, peer: self._is_agreed(each, peer)),
         ):
             asyncio.set_event_loop(self.loop)
@@ -345,13 +344,7 @@ class SimulatedGroup:
         return one.is_plugged and other.is_plugged
 
     def are_connected(self, one: SimulatedWorker, other: SimulatedWorker) -> bool:
-        return (
-            self.reaches(one, other)
-            and other.info.wire_id in one.directory.members
-            and one.info.wire_id in other.directory.members
-            and one.links.state(other.info) is LinkState.CONNECTED
-            and other.links.state(one.info) is LinkState.CONNECTED
-        )
+        return self.reaches(one, other) and one.is_connected(other.info) and other.is_connected(one.info)
 
     def dial(self, source: SimulatedWorker, target: SimulatedWorker) -> None:
         """Has a worker connect to another one."""
@@ -376,15 +369,15 @@ class SimulatedGroup:
         """Cuts a worker off: from the others, and from the store."""
         worker.is_plugged = False
         for other in self.living:
-            if other is not worker and worker.info.wire_id in other.directory.members:
+            if other is not worker and worker.info.wire_id in other.peers.by_id:
                 silent = f"nothing has come from it for {LIVENESS.suspect_after} s"
-                if other.links.state(worker.info) is LinkState.CONNECTED:
+                if other.is_connected(worker.info):
                     self.loop.call_later(LIVENESS.suspect_after, self._break, other, worker, silent)
-                if other.info.wire_id in worker.directory.members:
+                if other.info.wire_id in worker.peers.by_id:
                     self.loop.call_later(LIVENESS.suspect_after, self._break, worker, other, silent)
 
     def _break(self, one: SimulatedWorker, other: SimulatedWorker, why: str) -> None:
-        if not self.reaches(one, other) and one.links.state(other.info) is LinkState.CONNECTED:
+        if not self.reaches(one, other) and one.is_connected(other.info):
             one.on_break(other.info, why)
 
     def plug_in(self, worker: SimulatedWorker) -> None:
@@ -430,9 +423,10 @@ class SimulatedGroup:
             return Vote.ABSENT
         if not other.is_running:
             return Vote.GONE
-        if peer.wire_id not in other.directory.members:
+        if peer.wire_id not in other.peers.by_id:
             return Vote.ABSENT
-        state = other.links.state(peer)
+        link = other.peers.of(peer).link
+        state = link.state if link is not None else LinkState.CONNECTED
         if state is LinkState.UNCONNECTED:
             alive = self.reaches(other, self.workers[peer.wire_id]) and self.workers[peer.wire_id].is_running
             return Vote.VOUCHES if alive else Vote.DENIES
@@ -448,7 +442,7 @@ class SimulatedGroup:
         """Has a worker of a dynamic group shut down."""
         worker.roster.leave(worker.info.wire_id)
         end = WorkerEnd(LossCause.SHUTDOWN, "it has shut down")
-        self._end(worker, lambda other: other.links.on_closed(worker.info, end))
+        self._end(worker, lambda other: other.peers.of(worker.info).on_closed(end))
 
     def _end(self, worker: SimulatedWorker, notify: Callable[[SimulatedWorker], None]) -> None:
         connected = [other for other in self.living if other is not worker and self.are_connected(worker, other)]

@@ -13,9 +13,9 @@ from gradwire.c10d.user_sockets import SocketDirectory
 from gradwire.errors import RendezvousError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.membership import roster_log
-from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports import handshake
 
@@ -144,8 +144,8 @@ def test_workers_that_come_and_go_leave_little_behind(join_one, workers, url):
     before = a.run(count_objects)
     guest.run(come_and_go, url, 8)
     a.run(wait_until, lambda: members() == {"a"})
-    # What is known of each, and of how it ended: no connections, queues or timers.
-    assert (a.run(count_objects) - before) / 8 < 25
+    # Its peer, with queues that are empty, and how it ended: no connections or timers.
+    assert (a.run(count_objects) - before) / 8 < 32
 
 
 def threads() -> list[str]:

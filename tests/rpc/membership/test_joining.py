@@ -9,9 +9,9 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import EvictedError, RendezvousError, WorkerLostError
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.joining import newcomer
+from gradwire.rpc.membership import joining
 from gradwire.rpc.membership.addresses import ListenAddress
-from gradwire.rpc.peers.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
+from gradwire.rpc.membership.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import network
@@ -31,7 +31,7 @@ SHORT = rpc.Liveness(suspect_after=60.0, lease=1.0)
 
 
 def join_soon(name: str, url: str, **options: Any) -> rpc.WorkerInfo:
-    newcomer.GREETING_TIMEOUT_S = 1.0
+    joining.GREETING_TIMEOUT_S = 1.0
     return join(name, url, init_timeout=55, **options)
 
 
@@ -150,7 +150,7 @@ def reason_of_eviction() -> str:
 @pytest.mark.parametrize(("group", "verdict"), [("test", Verdict.STAYS), ("another", Verdict.UNDECIDED)])
 def test_members_answer_questions_about_their_own_group_only(agents, group, verdict):
     a, b = agents(2)
-    others = [a._network._members[a.info.wire_id]]
+    others = [a.peers.by_id[a.info.wire_id].member]
     where = ListenAddress.on_this_host()
     assert ask_before_joining("c", rpc.RpcBackendOptions(), where, group, b.info, others) is verdict
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 
 import pytest
-from gradwire.rpc.peers.links import LinkState
 
 from tests.rpc.membership.membership_simulation import SimulatedGroup, SimulatedWorker
 
@@ -122,9 +121,10 @@ def check_membership(group: SimulatedGroup, may_be_evicted: set[int]) -> None:
         assert worker.roster.version == version
         assert not worker.is_evicted()
         for other in living:
-            assert worker.directory.by_name.get(other.info.name) == other.info
-            assert other.info.wire_id not in worker.links.lost
-        assert {wire_id for wire_id in departed if wire_id in worker.directory.members} <= worker.links.lost.keys()
+            assert worker.peers.by_name[other.info.name].info == other.info
+            assert worker.peers.of(other.info).end is None
+        known = worker.peers.by_id.keys()
+        assert all(worker.peers.by_id[wire_id].end is not None for wire_id in departed if wire_id in known)
         assert {worker.info.wire_id for worker in living} <= {
             each.info.wire_id for each in worker.roster.members()
         }
@@ -150,11 +150,13 @@ def test_a_member_that_left_before_it_was_connected_is_no_member():
         group.plug_in(a)
         a.roster.catch_up()
         a.follower.follow()
-        assert a.links.state(b.info) is LinkState.UNCONNECTED
+        assert not a.peers.of(b.info).has_connected
         group.leave(b)
         a.evictions.read()
         group.pass_time(1.0)
-        assert a.links.lost[b.info.wire_id].orderly
+        end = a.peers.of(b.info).end
+        assert end is not None
+        assert end.orderly
 
 
 def test_workers_that_are_cut_off_one_after_the_other_stay_members():

@@ -8,6 +8,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import NotInitializedError, UnknownWorkerError
 from gradwire.rpc import aio
+from gradwire.rpc.contracts.worker_end import SHUT_DOWN
 from gradwire.rpc.membership.worker_events import WorkerEvents
 
 from tests.remote_functions import process_id
@@ -213,9 +214,9 @@ def test_every_change_is_either_before_or_after_a_subscription():
 
     def change():
         for number in range(1, 2000):
-            events.record_joined(rpc.WorkerInfo(f"w{number}", number))
+            events.note_joined(rpc.WorkerInfo(f"w{number}", number))
             if number % 2:
-                events.record_left(rpc.WorkerInfo(f"w{number}", number), "it has shut down")
+                events.note_lost(rpc.WorkerInfo(f"w{number}", number), SHUT_DOWN)
             if number == 200:
                 halfway.set()
 

@@ -190,7 +190,7 @@ def test_messages_about_unknown_streams(agents):
     a.control.send(b.info, "stream.close", 1 << 50)
     for kind in ("OPENED", "ITEM", "CREDIT"):
         a.post(b.info, MessageType.Value(f"STREAM_{kind}"), None, header=lambda e: _name_stream(e, 1 << 50))
-    a._network.send(b.info, agent_pb2.Envelope(id=1 << 50, type=MessageType.CANCEL).SerializeToString())
+    a.peers.of(b.info).send(agent_pb2.Envelope(id=1 << 50, type=MessageType.CANCEL).SerializeToString())
     assert a.request(b.info, Request(MessageType.CALL, (add, (1, 2), {}))).wait() == 3
     wait_until(lambda: not b.debug_info()["agent.server_active_calls"])
     assert b.debug_info()["num_consumed_streams"] == b.debug_info()["num_produced_streams"] == 0
@@ -267,7 +267,7 @@ def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
     with holder.using(a):
         stream = rpc.rpc_stream(b.info, count_to, (100,), timeout=0, window_items=8)
         assert next(stream) == 0
-        a._caller.on_worker_suspect(b.info, "it does not answer", a._caller.sent_to(b.info, waits=False), ())
+        a._caller.note_suspect(b.info, "it does not answer")()
         with pytest.raises(WorkerSuspectError):
             list(stream)
     wait_until(lambda: not b.debug_info()["num_produced_streams"])
@@ -354,7 +354,7 @@ def test_streams_to_one_worker_are_bounded(workers):
     def ask_for_more() -> None:
         streams = [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
         agent: Any = current_agent()
-        agent._caller.flow_control.close()  # it has no bound of its own any more
+        agent._flow_control.close()  # it has no bound of its own any more
         streams += [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
         assert [next(each) for each in streams] == [0] * 16
         with pytest.raises(LimitReachedError, match="worker 'worker0' has 16 streams open, of 16 at most"):

@@ -10,7 +10,7 @@ from gradwire.errors import LossCause
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.peers.newcomers import Newcomers
+from gradwire.rpc.membership.roster_updates import RosterUpdates
 from gradwire.rpc.transports.grpc_calls import end_of_error
 
 
@@ -33,8 +33,8 @@ class OneTask:
 def test_a_roster_whose_connection_broke_is_not_waited_for():
     async def check() -> None:
         executor = OneTask()
-        newcomers = Newcomers(WorkerInfo("a", 0), RosterLog(HashStore(), "group"), executor, lambda: None)
-        learning = asyncio.ensure_future(newcomers.learn(RosterVersion(1)))
+        updates = RosterUpdates(WorkerInfo("a", 0), RosterLog(HashStore(), "group"), executor, lambda: None)
+        learning = asyncio.ensure_future(updates.learn(RosterVersion(1)))
         await asyncio.sleep(0)
         learning.cancel()
         with pytest.raises(asyncio.CancelledError):

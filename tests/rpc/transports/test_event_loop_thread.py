@@ -1,27 +1,12 @@
-"""What other threads look at while the event loop changes it, and waits on the event loop's own thread."""
+"""Waits on the event loop's own thread."""
 
 import queue
 import threading
 from collections.abc import Callable
 
 from gradwire import rpc
-from gradwire.errors import LossCause, RpcError
+from gradwire.errors import RpcError
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.worker_end import WorkerEnd
-
-
-def test_workers_are_lost_while_debug_info_is_made(agents, monkeypatch):
-    a, b, c = agents(3)
-    look_up = a.incarnation
-
-    def look_up_and_lose(wire_id: int) -> object:
-        a._network.links.on_closed(c.info, WorkerEnd(LossCause.DISCONNECTED, "as the event loop learns just now"))
-        return look_up(wire_id)
-
-    a._network.links.on_closed(b.info, WorkerEnd(LossCause.DISCONNECTED, "it was lost before"))
-    monkeypatch.setattr(a, "incarnation", look_up_and_lose)
-    assert a.debug_info()["lost_workers"] == {"agent1": "it was lost before"}
-    assert a.debug_info()["lost_workers"].keys() == {"agent1", "agent2"}
 
 
 def wait_for_event() -> str:

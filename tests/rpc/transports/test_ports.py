@@ -55,7 +55,7 @@ def listening_ports() -> list[int]:
 
 def own_address() -> str:
     agent: Any = current_agent()
-    return str(next(m.address for m in agent._network._members.values() if m.info == agent.info))
+    return str(next(m.address for m in [peer.member for peer in agent.peers.all()] if m.info == agent.info))
 
 
 def test_every_listening_socket_of_a_job_lies_in_the_range(hosts, tmp_path):

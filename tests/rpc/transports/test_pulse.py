@@ -188,7 +188,7 @@ def test_a_worker_that_is_stopped_while_nothing_is_sent_is_suspect(workers):
         """Waits until neither worker sends heartbeats to the other."""
         links.record_events()
         assert rpc.rpc_sync(f"worker{peer}", add, (1, 1)) == 2
-        pulses = network()._transports[peer].outbox.socket._pulses
+        pulses = network().peers.by_id[peer].transport.outbox.socket._pulses
         wait_until(lambda: pulses._is_read and pulses._has_confirmed)
 
     def watch() -> None:

@@ -5,7 +5,7 @@ import secrets
 import torch
 from gradwire import rpc
 from gradwire.c10d import Credentials
-from gradwire.rpc.peers import links as agent_links
+from gradwire.rpc.peers import link
 from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import add, wait_until
@@ -18,7 +18,7 @@ ROUND_TRIP_S = 0.3
 
 def hurry() -> None:
     """Has this worker wait for less than a round trip, as its limits have it on a link of some seconds."""
-    sockets.NONCE_TIMEOUT_S = agent_links.PROBE_TIMEOUT_S = ROUND_TRIP_S / 2
+    sockets.NONCE_TIMEOUT_S = link.PROBE_TIMEOUT_S = ROUND_TRIP_S / 2
     sockets.CONNECT_TIMEOUT_S = ROUND_TRIP_S
 
 

@@ -32,7 +32,7 @@ def pair(workers):
 
 
 def has_tls(peer: int) -> bool:
-    return isinstance(network()._transports[peer].outbox.socket._connection, TlsSocket)
+    return isinstance(network().peers.by_id[peer].transport.outbox.socket._connection, TlsSocket)
 
 
 def bulk_has_tls(peer: int) -> bool:

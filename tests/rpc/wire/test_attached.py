@@ -277,7 +277,7 @@ def test_payloads_of_a_size_that_is_not_accepted_are_refused():
 def connect() -> None:
     """Connects this worker to worker1 by a socket, where payloads can follow their messages."""
     rpc.rpc_sync("worker1", identity, (1,))
-    assert network()._transports[1].name == "tcp"
+    assert network().peers.by_id[1].transport.name == "tcp"
 
 
 def test_a_message_with_a_payload_that_is_not_accepted_is_refused(workers):
@@ -301,7 +301,7 @@ def test_gaps_count(workers):
         half = MAX_ATTACHED_BYTES // 2
         sent = [torch.zeros(size, dtype=torch.uint8) for size in (half - 1, half + 1)]
         assert [len(each) for each in rpc.rpc_sync("worker1", identity, (sent,))] == [half - 1, half + 1]
-        assert network()._transports[1].name == "tcp"
+        assert network().peers.by_id[1].transport.name == "tcp"
 
     a.run(send)
 

@@ -74,7 +74,7 @@ def test_unknown_workers_are_refused(agents, loop, changes, reason, method):
     for name, value in changes.items():
         setattr(hello, name, value)
     opening = agent_pb2.Frame(hello=hello) if method == EXCHANGE_METHOD else agent_pb2.Chunks(hello=hello)
-    refusal = loop.run(connect_as_peer(a._network._members[0].address, method, opening.SerializeToString()), 20)
+    refusal = loop.run(connect_as_peer(a.peers.by_id[0].member.address, method, opening.SerializeToString()), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason in refusal.details()
     assert a.request(a.info, Request(MessageType.CALL, (identity, (1,), {}))).wait() == 1
@@ -82,14 +82,14 @@ def test_unknown_workers_are_refused(agents, loop, changes, reason, method):
 
 def test_bytes_that_are_no_hello(agents, loop):
     a, _ = agents(2)
-    refusal = loop.run(connect_as_peer(a._network._members[0].address, EXCHANGE_METHOD, b"\xff\xff\xff"), 20)
+    refusal = loop.run(connect_as_peer(a.peers.by_id[0].member.address, EXCHANGE_METHOD, b"\xff\xff\xff"), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_a_peer_that_sends_malformed_frames_is_lost(agents, loop):
     a, b = agents(2)
     opening = agent_pb2.Frame(hello=HELLO).SerializeToString()
-    loop.run(connect_as_peer(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
+    loop.run(connect_as_peer(a.peers.by_id[0].member.address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
     wait_until(lambda: a.end_of(1) is not None)
     with pytest.raises(WorkerLostError, match="bytes that are no frame"):
         a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
@@ -102,12 +102,12 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     from gradwire.rpc.execution.futures import Future
     from gradwire.rpc.requests.call import Call
 
-    call = Call(a._caller.parts, b.info, Handler(print), 0.0, 0)
+    call = Call(a._caller._parts, a.peers.of(b.info), Handler(print), 0.0, 0)
     call.future = future = Future(a._executor)
     envelope.id = call.identifier = 1 << 40
     a._caller.in_flight[envelope.id] = call
     envelope.has_headers = True
-    a._network.send(b.info, envelope.SerializeToString())
+    a.peers.of(b.info).send(envelope.SerializeToString())
     return future
 
 
@@ -157,7 +157,7 @@ def test_chunks_that_do_not_fit_are_refused(agents, loop):
     payload = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=77, nbytes=4))
 
     async def transfer() -> None:
-        async with grpc.aio.insecure_channel(b._network._members[1].address) as channel:
+        async with grpc.aio.insecure_channel(b.peers.by_id[1].member.address) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             hello = agent_pb2.Hello(protocol_major=1, group="test", worker_id=0, worker_name="agent0")
             await call.write(agent_pb2.Chunks(hello=hello).SerializeToString())

@@ -1,16 +1,15 @@
-"""Takes what the log of a group says into the directory and the links of one agent."""
+"""Takes what the log of a group says into the peers of one agent."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, final
 
 from ...errors import LossCause
+from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
-from ..membership.directory import Directory
-from ..membership.members import Member
-from ..membership.roster import Departed
-from ..membership.roster_log import RosterLog
-from .links import Links, LinkState
+from ..peers.peers import Peers
+from .roster import Departed
+from .roster_log import RosterLog
 
 __all__ = ["Membership", "RosterFollower"]
 
@@ -19,10 +18,10 @@ class Membership(Protocol):
     """What changes with the members. Its methods are called on the event loop."""
 
     def add(self, member: Member) -> None:
-        """Adds a member that is unknown here, with its link, to the directory."""
+        """Adds a member that is unknown here."""
 
     def let_in(self) -> None:
-        """Accepts connections of all members that are in the directory."""
+        """Accepts connections of all members that have been added."""
 
     def on_joined(self, worker: WorkerInfo) -> None:
         """Handles a member that has joined after this worker. Connections of it are accepted."""
@@ -32,22 +31,18 @@ class Membership(Protocol):
 class RosterFollower:
     """Compares the log with what is known here. Used on the event loop, but for `begin`."""
 
-    def __init__(
-        self, me: WorkerInfo, roster: RosterLog, directory: Directory, links: Links, membership: Membership
-    ) -> None:
+    def __init__(self, me: WorkerInfo, roster: RosterLog, peers: Peers, membership: Membership) -> None:
         """Changes nothing yet.
 
         Args:
             me: this worker.
             roster: the log.
-            directory: the workers that are known here.
-            links: to them.
+            peers: the workers that are known here.
             membership: is told what has changed.
         """
         self._me = me
         self._roster = roster
-        self._directory = directory
-        self._links = links
+        self._peers = peers
         self._membership = membership
         self._is_closed = False
 
@@ -61,19 +56,22 @@ class RosterFollower:
         """Takes in all changes that are unknown here: other threads may have read some of them."""
         if self._is_closed:
             return
-        departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
+        departed, known = self._roster.departed(), self._peers.by_id
+        joined = [member for member in self._roster.members() if member.info.wire_id not in known]
         self._add_departed(departed.values())
         for member in joined:
             self._membership.add(member)
         self._membership.let_in()
         for wire_id, each in departed.items():
-            if wire_id in self._directory.members and wire_id != self._me.wire_id:
+            if wire_id in known and wire_id != self._me.wire_id:
+                peer = known[wire_id]
                 if each.was_removed:
-                    self._links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
-                elif self._links.state(each.member.info) is not LinkState.CONNECTED:  # else it says goodbye itself
-                    self._links.on_closed(each.member.info, SHUT_DOWN)
+                    peer.on_closed(WorkerEnd(LossCause.DISCONNECTED, each.why))
+                elif not peer.is_connected:  # else it says goodbye itself
+                    peer.on_closed(SHUT_DOWN)
         if (me := departed.get(self._me.wire_id)) is not None and me.was_removed:
-            self._links.on_evicted(self._me, me.reason or me.why)
+            for peer in self._peers.all():
+                peer.evicted(self._me.name, me.reason or me.why)
         for member in joined:
             self._membership.on_joined(member.info)
 
@@ -84,6 +82,6 @@ class RosterFollower:
     def _add_departed(self, departed: Iterable[Departed]) -> None:
         """Adds former members of a static group that are unknown here, because there may be references to them."""
         for each in () if self._roster.dynamic else departed:
-            if each.member.info.wire_id not in self._directory.members:
+            if each.member.info.wire_id not in self._peers.by_id:
                 self._membership.add(each.member)
-                self._links.mark_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+                self._peers.of(each.member.info).mark_lost(WorkerEnd(LossCause.DISCONNECTED, each.why))

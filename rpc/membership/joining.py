@@ -3,9 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from ...c10d.registration import Registration
 from ...c10d.stores.prefix import PrefixStore
@@ -13,20 +13,20 @@ from ...c10d.torch_types import TorchStore
 from ...c10d.user_sockets import SocketDirectory
 from ...c10d.waiting import wait_with_warnings
 from ...errors import LossCause, RendezvousError, WorkerLostError
-from ..agent.grpc_agent import GrpcAgent
+from ..contracts.control import ControlMessages
+from ..contracts.member import Member
 from ..contracts.messages import MessageType, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import PROCESS_ENDED
 from ..execution.futures import Future
-from ..membership.addresses import ListenAddress, unreachable_members
-from ..membership.device_maps import check_device_maps, device_maps_as_text
-from ..membership.members import Member
-from ..membership.presence import Presence, presence_of
-from ..membership.roster_log import RosterLog
-from ..peers.evictions import tell_of_change
+from .addresses import ListenAddress, unreachable_members
+from .device_maps import check_device_maps, device_maps_as_text
+from .evictions import tell_of_change
+from .presence import Presence, presence_of
+from .roster_log import RosterLog
 
-__all__ = ["greet", "group_store", "identity", "listen_as_member", "shut_down_on_error"]
+__all__ = ["JoiningAgent", "greet", "group_store", "identity", "listen_as_member", "shut_down_on_error"]
 
 GREETING_TIMEOUT_S = 10.0
 """Seconds that a worker that joins waits for the members to admit it. It goes on without those that do not."""
@@ -34,8 +34,27 @@ GREETING_TIMEOUT_S = 10.0
 log = logging.getLogger(__name__)
 
 
+class JoiningAgent(Protocol):
+    """The agent of a worker that joins a group: see GrpcAgent."""
+
+    info: WorkerInfo
+    control: ControlMessages
+
+    def listen(self, where: ListenAddress | None = None) -> str:
+        """Starts serving."""
+
+    def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
+        """Lets the members of the group in."""
+
+    def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
+        """Sends a request and returns a future of its answer."""
+
+    def shutdown(self, *, graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
+        """Leaves the group."""
+
+
 @contextmanager
-def shut_down_on_error(agent: GrpcAgent) -> Iterator[None]:
+def shut_down_on_error(agent: JoiningAgent) -> Iterator[None]:
     """Context manager that shuts an agent down which cannot join."""
     try:
         yield
@@ -56,7 +75,9 @@ def identity(directory: SocketDirectory | None) -> str:
     return directory.identity if directory is not None else ""
 
 
-def listen_as_member(agent: GrpcAgent, log: RosterLog, where: ListenAddress, options: RpcBackendOptions) -> Member:
+def listen_as_member(
+    agent: JoiningAgent, log: RosterLog, where: ListenAddress, options: RpcBackendOptions
+) -> Member:
     """Has the agent listen, and checks it against the current members. Returns the member.
 
     Raises:
@@ -77,7 +98,7 @@ def listen_as_member(agent: GrpcAgent, log: RosterLog, where: ListenAddress, opt
     return me
 
 
-def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: float) -> int:
+def greet(agent: JoiningAgent, roster: RosterLog, where: ListenAddress, deadline: float) -> int:
     """Makes this worker known to the current members.
 
     Those whose processes have ended are removed from a dynamic group, and the others are told. Those that do not
@@ -130,7 +151,7 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
     return len(admitted)
 
 
-def _go_on_without(agent: GrpcAgent, worker: WorkerInfo, error: Exception) -> None:
+def _go_on_without(agent: JoiningAgent, worker: WorkerInfo, error: Exception) -> None:
     log.warning("worker %s joins although %s has not admitted it: %s", agent.info.name, worker.name, error)
 
 
@@ -142,7 +163,7 @@ def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
         raise RuntimeError("it does not answer")
 
 
-def _check_has_left(agent: GrpcAgent, roster: RosterLog, worker: WorkerInfo, reason: str) -> None:
+def _check_has_left(agent: JoiningAgent, roster: RosterLog, worker: WorkerInfo, reason: str) -> None:
     """Raises RendezvousError if a worker that has refused this one is still a member: it lives, so it stays."""
     roster.catch_up()
     if worker.wire_id in {member.info.wire_id for member in roster.members()}:

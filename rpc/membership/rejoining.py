@@ -3,23 +3,25 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ...c10d.registration import Registration
 from ...c10d.start_barrier import StartBarrier
 from ...c10d.torch_types import TorchStore
 from ...errors import RendezvousError
-from ..agent.grpc_agent import GrpcAgent
+from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
-from ..membership.addresses import choose_address, find_directory
-from ..membership.members import Member
-from ..membership.presence import Presence, presence_of
-from ..membership.roster_log import RosterLog
-from .newcomer import greet, group_store, listen_as_member, shut_down_on_error
+from .addresses import choose_address, find_directory
+from .joining import JoiningAgent, greet, group_store, listen_as_member, shut_down_on_error
+from .presence import Presence, presence_of
+from .roster_log import RosterLog
 from .vacancy import Vacancy
 
 __all__ = ["rejoin"]
 
 log = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=JoiningAgent)
 
 
 def rejoin(
@@ -28,9 +30,9 @@ def rejoin(
     predecessor: Registration,
     formed: tuple[str, list[Member]],
     options: RpcBackendOptions,
-    make_agent: Callable[..., GrpcAgent],
+    make_agent: Callable[..., A],
     deadline: float,
-) -> GrpcAgent | None:
+) -> A | None:
     """Joins a group in the place of a process that had the same name and rank.
 
     Args:

@@ -11,15 +11,15 @@ from typing import final
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..membership.roster import RosterError
-from ..membership.roster_log import RosterLog
 from ..transports.handshake import RefusedError
+from .roster import RosterError
+from .roster_log import RosterLog
 
-__all__ = ["Newcomers"]
+__all__ = ["RosterUpdates"]
 
 
 @final
-class Newcomers:
+class RosterUpdates:
     """Compares what hellos say of the group's log with the store. Used on the event loop only."""
 
     def __init__(

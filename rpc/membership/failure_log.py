@@ -5,8 +5,11 @@ import threading
 from collections.abc import Mapping
 from typing import final
 
+from ...errors import LossCause
 from ..contracts.agent import RpcAgent
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 
 __all__ = ["FailureLog"]
 
@@ -17,10 +20,12 @@ log = logging.getLogger(__name__)
 
 
 @final
-class FailureLog:
+class FailureLog(WorkerWatcher):
     """The workers that have failed, as one worker knows. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dynamic: bool) -> None:
+        """Args: dynamic: whether the group is a dynamic one."""
+        self._dynamic = dynamic
         self._failed: dict[int, str] = {}
         self._lock = threading.Lock()
         self._logged: set[int] = set()
@@ -30,13 +35,17 @@ class FailureLog:
         """The ids of workers that were lost without leaving, and why they are lost; it grows."""
         return self._failed
 
-    def on_lost(self, worker: WorkerInfo, reason: str) -> None:
-        """Logs a worker that is lost, and did not leave."""
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Logs a worker that is lost, and counts it as failed if it did not leave."""
+        # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
+        if end.orderly or (self._dynamic and end.cause is LossCause.UNREACHABLE):
+            log.info("worker %s is lost: %s", worker.name, end.reason)
+            return
         with self._lock:
             level = logging.INFO if worker.wire_id in self._logged else logging.WARNING
             self._logged.add(worker.wire_id)
-        log.log(level, "worker %s is lost: %s", worker.name, reason)
-        self._failed[worker.wire_id] = reason  # not before: a shutdown says that it goes without this worker
+        log.log(level, "worker %s is lost: %s", worker.name, end.reason)
+        self._failed[worker.wire_id] = end.reason  # not before: a shutdown says that it goes without this worker
 
     def on_shutdown(self, agent: RpcAgent, failed: Mapping[int, str]) -> None:
         """Logs the workers that take no part in a shutdown, and have not been logged.

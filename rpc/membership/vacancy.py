@@ -12,12 +12,12 @@ from typing import final
 
 from ...c10d.waiting import wait_with_warnings
 from ...errors import RendezvousError
+from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
-from ..membership.addresses import ListenAddress
-from ..membership.members import Member
-from ..membership.presence import Presence, presence_of
-from ..membership.roster_log import RosterLog
-from ..peers.vouching import Verdict, ask_before_joining
+from .addresses import ListenAddress
+from .presence import Presence, presence_of
+from .roster_log import RosterLog
+from .vouching import Verdict, ask_before_joining
 
 __all__ = ["Vacancy"]
 

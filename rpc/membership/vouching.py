@@ -16,18 +16,18 @@ from google.protobuf.message import DecodeError
 
 from ...c10d.event_loop import acquire_event_loop
 from ...proto.v1 import agent_pb2
+from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..membership.addresses import ListenAddress
-from ..membership.directory import Directory
-from ..membership.members import Member
-from ..membership.presence import Presence, presence_of
+from ..peers.link import LinkState
+from ..peers.peers import Peers
 from ..transports.grpc_endpoint import GrpcEndpoint
 from ..transports.handshake import RefusedError
 from ..transports.probe import Reach, probe
 from ..transports.settings import VOUCH_METHOD
-from .links import Links, LinkState
+from .addresses import ListenAddress
+from .presence import Presence, presence_of
 
 __all__ = ["Verdict", "Vote", "Vouching", "ask", "ask_before_joining", "parse_question", "verdict_of"]
 
@@ -160,8 +160,7 @@ class Vouching:
         me: WorkerInfo,
         group: str,
         endpoint: GrpcEndpoint,
-        links: Links,
-        directory: Directory,
+        peers: Peers,
         executor: Executor,
     ) -> None:
         """Has been asked nothing yet.
@@ -170,8 +169,7 @@ class Vouching:
             me: this worker.
             group: the name of its group.
             endpoint: knows who asks, by the certificate.
-            links: of this worker.
-            directory: the members that it knows.
+            peers: the members that it knows.
             executor: one of its threads at a time waits for the answer of a member.
         """
         self.where: ListenAddress | None = None
@@ -179,8 +177,7 @@ class Vouching:
         self._me = me
         self._group = group
         self._endpoint = endpoint
-        self._links = links
-        self._directory = directory
+        self._peers = peers
         self._executor = executor
         self._looking = asyncio.Lock()
         self._questions = 0
@@ -215,13 +212,12 @@ class Vouching:
     async def _vouches(self, wire_id: int) -> bool:
         if wire_id == self._me.wire_id:
             return True
-        member = self._directory.members.get(wire_id)
-        if member is None:
+        peer = self._peers.by_id.get(wire_id)
+        if peer is None:
             raise RefusedError("this worker does not know the member", grpc.StatusCode.UNAVAILABLE)
-        state = self._links.state(member.info)
-        if state is LinkState.UNCONNECTED:
-            return await self._look(member)
-        return state is not LinkState.LOST
+        if peer.link is None or peer.link.state is LinkState.UNCONNECTED:
+            return await self._look(peer.member)
+        return peer.link.state is not LinkState.LOST
 
     async def _look(self, member: Member) -> bool:
         """Returns whether a member answers, or cannot be asked from here."""

@@ -11,16 +11,14 @@ cannot close a circle of waits; docs/architecture.md has the argument.
 import asyncio
 import contextlib
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import final
 
 from ...errors import LimitReachedError
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
-from .network import Network
 
-__all__ = ["MIN_ANSWER_BYTES", "PostponedRequests"]
+__all__ = ["MIN_ANSWER_BYTES", "Backlog", "Backlogs"]
 
 MIN_ANSWER_BYTES = 1 << 10
 """Bytes of the smallest answer that is counted. The number of the others is bounded by the calls in flight."""
@@ -36,35 +34,49 @@ CHECK_INTERVAL_S = 0.02
 
 
 @final
-class PostponedRequests:
-    """The calls of all workers for which too much is queued. Safe to use from any thread."""
+class Backlog:
+    """What one worker has not read of the answers to it, and its calls that wait for that."""
 
-    def __init__(self, options: FlowControlOptions, network: Network) -> None:
+    def __init__(self, worker: WorkerInfo, queued_bytes: Callable[[], int]) -> None:
+        """Args: worker: the worker. queued_bytes: returns the bytes that are queued for it."""
+        self.worker = worker
+        self.queued_bytes = queued_bytes
+        # Guarded by the lock of Backlogs.
+        self.answered = 0
+        """Bytes of answers since its queue was looked at."""
+        self.seen = 0
+        """Bytes in its queue when that was looked at."""
+        self.postponed: list[Callable[[], None]] | None = None
+        """Its calls, if too much is queued for it."""
+
+
+@final
+class Backlogs:
+    """The backlogs of all workers of one agent. Safe to use from any thread."""
+
+    def __init__(self, options: FlowControlOptions, call_soon: Callable[[Callable[[], None]], None]) -> None:
         """Postpones nothing yet.
 
         Args:
             options: the bounds.
-            network: has the queues.
+            call_soon: calls a function on the event loop. Raises RuntimeError when that has ended.
         """
         self._max_calls = MAX_CALLS_FACTOR * max(options.max_in_flight, options.max_received)
         self._max_bytes = options.max_unsent_bytes
         self._max_total_bytes = options.max_total_unsent_bytes
         self._look_bytes = min(MAX_LOOK_BYTES, self._max_bytes // 16)
-        self._network = network
+        self._call_soon = call_soon
         self._lock = threading.Lock()
-        self.waiting: dict[int, list[Callable[[], None]]] = {}
-        """By worker for which too much is queued, its calls. Most of the time there is none."""
-        # Guarded by the lock.
-        self._answered: defaultdict[int, int] = defaultdict(int)
-        """By worker, bytes of answers since its queue was looked at."""
-        self._queued: dict[int, int] = {}
-        """By worker, bytes in its queue when that was looked at."""
+        self.full: list[Backlog] = []
+        """Those of workers for which too much is queued. Most of the time there is none."""
+        self._known: list[Backlog] = []
+        """Those that were looked at. Guarded by the lock."""
 
-    def add(self, worker: WorkerInfo, resume: Callable[[], None], *, is_call: bool = True) -> bool:
+    def add(self, backlog: Backlog, resume: Callable[[], None], *, is_call: bool = True) -> bool:
         """Postpones a call if too much is queued for its worker; returns whether that is so.
 
         Args:
-            worker: the caller.
+            backlog: of the caller.
             resume: called on the event loop when the call may begin to run. Must not block.
             is_call: False for a stream, which has begun and waits between two items. Their number has a bound of
                 its own.
@@ -73,59 +85,64 @@ class PostponedRequests:
             LimitReachedError: more calls of the worker are postponed than it may have in flight, by the options
                 here.
         """
-        if not self.waiting:
+        if not self.full:
             return False
         with self._lock:
-            if (calls := self.waiting.get(worker.wire_id)) is None:
+            if (calls := backlog.postponed) is None:
                 return False
             if is_call and len(calls) >= self._max_calls:
+                name = backlog.worker.name
                 raise LimitReachedError(
-                    f"worker {worker.name!r} does not read its answers, for which {len(calls)} of its calls wait",
+                    f"worker {name!r} does not read its answers, for which {len(calls)} of its calls wait",
                     f"postponed calls={self._max_calls}",
                 )
             calls.append(resume)
             return True
 
-    def on_answer(self, worker: WorkerInfo, nbytes: int) -> None:
+    def on_answer(self, backlog: Backlog, nbytes: int) -> None:
         """Counts an answer that has been sent, or queued.
 
         Args:
-            worker: the caller.
+            backlog: of the caller.
             nbytes: of the answer, at least MIN_ANSWER_BYTES.
         """
         with self._lock:
-            self._answered[worker.wire_id] += nbytes
-            if self._answered[worker.wire_id] < self._look_bytes:
+            backlog.answered += nbytes
+            if backlog.answered < self._look_bytes:
                 return
-            self._answered[worker.wire_id] = 0
-            if worker.wire_id in self.waiting or not self._exceeds(worker.wire_id, 1):
+            backlog.answered = 0
+            if backlog not in self._known:
+                self._known.append(backlog)
+            if backlog.postponed is not None or not self._exceeds(backlog, 1):
                 return
-            self.waiting[worker.wire_id] = []
-            is_first = len(self.waiting) == 1
+            backlog.postponed = []
+            self.full.append(backlog)
+            is_first = len(self.full) == 1
         if is_first:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._network.call_soon(self._check_later)
+                self._call_soon(self._check_later)
 
-    def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
+    def figures(self, backlog: Backlog) -> Mapping[str, int]:
         """Returns the number of calls of a worker that are postponed."""
         with self._lock:
-            return {"postponed_requests": len(self.waiting.get(worker.wire_id, ()))}
+            return {"postponed_requests": len(backlog.postponed or ())}
 
-    def _exceeds(self, worker: int, part: int) -> bool:
+    def _exceeds(self, backlog: Backlog, part: int) -> bool:
         """Returns whether more is queued for a worker than a part of a bound. Called with the lock.
 
         Args:
-            worker: its id.
+            backlog: of the worker.
             part: 1 for the whole bound, 2 for half of it.
         """
-        mine = self._queued[worker] = self._network.queued_bytes(worker)
-        if part * mine > self._max_bytes:
+        backlog.seen = backlog.queued_bytes()
+        if part * backlog.seen > self._max_bytes:
             return True
-        if not mine or part * sum(self._queued.values()) <= self._max_total_bytes:
+        if not backlog.seen or part * sum(each.seen for each in self._known) <= self._max_total_bytes:
             return False
-        for other in self._queued:  # which may be empty by now
-            self._queued[other] = self._network.queued_bytes(other)
-        return part * sum(self._queued.values()) > self._max_total_bytes
+        for each in self._known:  # which may be empty by now
+            each.seen = each.queued_bytes()
+        self._known = [each for each in self._known if each.seen]
+        return part * sum(each.seen for each in self._known) > self._max_total_bytes
 
     def _check_later(self) -> None:
         """Called on the event loop."""
@@ -133,10 +150,13 @@ class PostponedRequests:
 
     def _check(self) -> None:
         """Resumes the calls of workers that have read enough. Called on the event loop."""
+        resumed: list[Callable[[], None]] = []
         with self._lock:
-            ready = [worker for worker in self.waiting if not self._exceeds(worker, 2)]
-            resumed = [resume for worker in ready for resume in self.waiting.pop(worker)]
-            if self.waiting:
+            for backlog in [each for each in self.full if not self._exceeds(each, 2)]:
+                self.full.remove(backlog)
+                resumed += backlog.postponed or ()
+                backlog.postponed = None
+            if self.full:
                 self._check_later()
         for resume in resumed:
             resume()

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, final
 
 from ..contracts.control import ControlMessages
+from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..membership.members import Member
-from ..membership.roster import RosterError
-from ..membership.roster_log import RosterLog
-from .links import Links
+from ..peers.peers import Peers
+from .roster import RosterError
+from .roster_log import RosterLog
 from .vouching import Verdict
 
 __all__ = ["CONTROL_KINDS", "Evictions", "tell_of_change"]
@@ -67,7 +67,7 @@ class Evictions:
         me: WorkerInfo,
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
-        links: Links,
+        peers: Peers,
         roster: RosterLog | None,
         lease: float,
         ask_others: AskOthers,
@@ -79,7 +79,7 @@ class Evictions:
             me: this worker.
             loop: the event loop, which has the timers.
             executor: its threads wait for the store.
-            links: to the workers that are told.
+            peers: of this worker, some of which are told.
             roster: the log of the group; None if it keeps none.
             lease: seconds after which a suspect worker may be evicted.
             ask_others: asks the others about a member to which this worker has never been connected.
@@ -88,7 +88,7 @@ class Evictions:
         self._me = me
         self._loop = loop
         self._executor = executor
-        self._links = links
+        self._peers = peers
         self._roster = roster
         self._tick_s = min(TICK_S, lease / 4)
         self._ask_others = ask_others
@@ -159,11 +159,15 @@ class Evictions:
 
     def _evict(self, roster: RosterLog, peer: WorkerInfo, reason: str, again: bool) -> None:
         roster.catch_up()
-        if not self._links.has_connected(peer) and roster.has(peer.wire_id) and not self._is_agreed(roster, peer):
+        if (
+            not self._peers.of(peer).has_connected
+            and roster.has(peer.wire_id)
+            and not self._is_agreed(roster, peer)
+        ):
             return
         has_evicted = roster.evict(peer.wire_id, reason, self._me.wire_id)
         if has_evicted or again:  # the store may have done it before, and not have answered
-            tell_of_change(self._control, self._links.present())
+            tell_of_change(self._control, self._peers.connected())
 
     def _is_agreed(self, roster: RosterLog, peer: WorkerInfo) -> bool:
         """Returns whether no other member vouches for one. Raises _UndecidedError if too few can be asked."""

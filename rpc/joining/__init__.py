@@ -1,1 +1,0 @@
-"""How workers join a group, and take their place in one that has formed."""

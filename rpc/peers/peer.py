@@ -1,0 +1,395 @@
+"""A worker as this worker sees it: what there is between the two, and what becomes of it.
+
+A peer is made when its worker becomes a member of the group, and stays when that is lost: a worker that is started
+again in its place has another one. This worker is a peer of its own, which has no link.
+
+- Sending: whoever has a message for the worker calls `send`, which hands it to the transport.
+- Receiving: the transport calls `on_envelope`, and the channels collect the payloads; then it is a message.
+- Its life: the transport reports to the link whether it is connected, broken or closed. The link decides what
+  that means (link.py), and calls `disconnect`, `suspect`, `back` or `lose`. All that has to do with the worker is
+  told, in one order (changes.py).
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, final
+
+from ...errors import LossCause
+from ...proto.v1 import agent_pb2
+from ..channels.broadcast.sending import Broadcast
+from ..channels.payload_writer import PayloadWriter
+from ..channels.payloads import PayloadReader, read_inline
+from ..channels.router import ChannelRouter, Collecting
+from ..contracts.member import Member
+from ..contracts.messages import Outgoing
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
+from ..transports.base import Transport, TransportClosedError
+from ..transports.ended import ENDED
+from ..transports.grpc_stream import GrpcStream
+from ..transports.grpc_streams import GrpcStreams
+from ..transports.loopback import LoopbackTransport
+from .absence import Absence
+from .backlog import Backlog
+from .changes import Changes
+from .control_stream import ControlStream
+from .envelope_limit import LARGE_BYTES, check_size
+from .flow_control import Window
+from .link import Link, Links, LinkState
+from .received_requests import ReceivedQueue
+from .traffic import Traffic
+
+__all__ = ["MessageListener", "Pause", "Peer", "PeerParts"]
+
+Pause = concurrent.futures.Future[None] | None
+"""What to wait for before more is read from a peer: see TransportListener.on_envelope."""
+
+
+class MessageListener(Protocol):
+    """Handles the messages of peers. Its methods are called on any thread and must not block."""
+
+    def on_announced(self, peer: "Peer", envelope: agent_pb2.Envelope) -> Pause:
+        """Handles an envelope whose payloads have not arrived, or have to be collected.
+
+        `on_message`, `on_rejected` or `on_dropped` follows.
+        """
+
+    def on_message(
+        self, peer: "Peer", envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
+    ) -> Pause:
+        """Handles a message that has arrived with all payloads.
+
+        Args:
+            peer: the sender.
+            envelope: the message's.
+            payloads: reads the payloads that the envelope names.
+            nbytes: of envelope and payloads.
+            announced: whether `on_announced` came before.
+        """
+
+    def on_rejected(self, peer: "Peer", envelope: agent_pb2.Envelope, error: Exception) -> Pause:
+        """Handles a message whose payloads are not accepted."""
+
+    def on_dropped(self, peer: "Peer", envelope: agent_pb2.Envelope) -> None:
+        """Handles a message whose payloads will not arrive, because its sender is lost, or its connection."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerParts:
+    """What the peers of one agent share.
+
+    links: what their links share.
+    streams: connects them.
+    wrap: wraps every transport.
+    router: has the channels for payloads.
+    messages: handles what arrives.
+    make_changes: makes what tells of the changes of a peer's state.
+    """
+
+    links: Links
+    streams: GrpcStreams
+    wrap: Callable[[Transport, WorkerInfo], Transport]
+    router: ChannelRouter
+    messages: MessageListener
+    make_changes: Callable[[WorkerInfo], Changes]
+
+
+@final
+class Peer:
+    """One incarnation of a worker. Its state is changed on the event loop; all else may be used on any thread.
+
+    It is the TransportListener of its transport, and the LinkOwner of its link.
+    """
+
+    __slots__ = (
+        "_is_closing",
+        "_parts",
+        "absence",
+        "backlog",
+        "breaks",
+        "changes",
+        "control",
+        "end",
+        "id",
+        "info",
+        "link",
+        "member",
+        "parked_bytes",
+        "parked_requests",
+        "received",
+        "stream",
+        "traffic",
+        "transport",
+        "unsent",
+        "window",
+    )
+
+    def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
+        """Is not connected, and not let in.
+
+        Args:
+            member: the worker.
+            parts: of this agent.
+            is_me: whether it is this worker itself.
+        """
+        info = self.info = member.info
+        self.member = member
+        self.id = info.wire_id
+        self._parts = parts
+        self._is_closing = False
+        self.absence: Absence | None = None
+        """Why nothing can be sent to it now; None if something can."""
+        self.end: WorkerEnd | None = None
+        """How it ended, if it is lost."""
+        self.breaks = 0
+        """How often its connection broke."""
+        self.unsent: Collection[bytes] = ()
+        """The beginnings of the envelopes that had not left this process when its connection broke."""
+        self.changes = parts.make_changes(info)
+        self.window = Window(info)
+        """The calls to it that are in flight."""
+        self.received = ReceivedQueue()
+        """The requests of it that wait for a thread."""
+        self.backlog = Backlog(info, self.queued_bytes)
+        """What it has not read of the answers to it."""
+        self.parked_requests = self.parked_bytes = 0
+        """The requests of it that wait without a thread. Guarded by the lock of ServedCalls."""
+        self.control = ControlStream(info)
+        self.traffic = Traffic()
+        self.stream: GrpcStream | None = None
+        """Its connection. None for this worker itself, and for a worker that is lost."""
+        self.link: Link | None = None
+        """None for this worker itself."""
+        transport: Transport
+        if is_me:
+            transport = LoopbackTransport(self)
+        else:
+            self.link = Link(self, member.address, parts.links)
+            transport = self.stream = parts.streams.make(self, member.address)
+        self.transport = parts.wrap(transport, info)
+
+    @property
+    def is_me(self) -> bool:
+        """Whether this is this worker itself."""
+        return self.link is None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to it."""
+        return self.link is not None and self.link.state is LinkState.CONNECTED
+
+    @property
+    def has_connected(self) -> bool:
+        """Whether there has ever been one."""
+        return self.link is not None and self.link.has_connected
+
+    @property
+    def refusal(self) -> str:
+        """Why it is let in no more; empty if it is."""
+        return self.absence.end.reason if self.absence is not None else ""
+
+    # Sending.
+
+    def check_present(self) -> None:
+        """Raises WorkerLostError or WorkerSuspectError if it is known to be lost, or suspect."""
+        if (absence := self.absence) is not None:
+            raise absence.as_error(self.info.name)
+
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        """Queues an envelope, and the bytes that are attached to it.
+
+        Returns:
+            A ticket for `withdraw`.
+
+        Raises:
+            WorkerLostError: the worker is lost.
+            WorkerSuspectError: the connection to it is broken.
+            SendFailedError: it was not sent for another reason.
+            SerializationError: the envelope is larger than a frame can be.
+        """
+        if len(envelope) > LARGE_BYTES:
+            check_size(envelope, attached)
+        try:
+            return self.transport.send(envelope, attached)
+        except TransportClosedError as error:
+            absence = self.absence
+            if absence is None:  # the event loop is about to learn it
+                end = WorkerEnd(LossCause.DISCONNECTED, str(error))
+                absence = Absence(end, is_lost=self._is_closing or self.is_me)
+            raise absence.as_error(self.info.name) from None
+
+    def writer(self, broadcast: Broadcast | None = None) -> PayloadWriter:
+        """Returns a writer for the payloads of an envelope; `broadcast` is shared with envelopes to others."""
+        return self._parts.router.writer(self.id, broadcast)
+
+    def withdraw(self, message: Outgoing) -> bool:
+        """Takes a message back if nothing of it is on its way; on the loop if it has payloads apart."""
+        router, payloads = self._parts.router, message.payloads
+        # All or nothing: a payload without its envelope would hold up those after it.
+        if not router.can_withdraw(self.id, payloads):
+            return False
+        if not self.transport.withdraw(message.ticket, message.beginning()):
+            return False
+        router.withdraw(self.id, payloads)
+        return True
+
+    def queued_bytes(self) -> int:
+        """Returns the bytes for it, except in shared memory, that the operating system has not taken yet."""
+        if self._is_closing or self.end is not None:
+            return 0
+        return self.transport.queued_bytes + self._parts.router.queued_bytes(self.id)
+
+    # Receiving.
+
+    def on_envelope(self, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None) -> Pause:
+        """Collects the payloads of an envelope that has arrived, and reports the message."""
+        if self.end is not None:
+            return None  # read after its loss has been handled, with which all that it had asked for has ended
+        messages = self._parts.messages
+        if not envelope.tensors and envelope.body.HasField("inline"):
+            return messages.on_message(self, envelope, read_inline, nbytes, announced=False)
+        breaks = self.breaks
+        try:
+            payloads, external_bytes = self._parts.router.collect_now(self.id, envelope, attached)
+        except (ValueError, RuntimeError) as error:  # a refusal, or no memory
+            return messages.on_rejected(self, envelope, error)
+        nbytes += external_bytes
+        if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
+            return messages.on_message(self, envelope, payloads, nbytes, announced=False)
+        pause = messages.on_announced(self, envelope)
+        if payloads is None:
+            self._parts.links.loop.call_soon_threadsafe(self._collect, envelope, attached, nbytes, breaks)
+        else:
+            payloads.add_done_callback(partial(self._on_collected, envelope, nbytes))
+        return pause
+
+    def _collect(
+        self, envelope: agent_pb2.Envelope, attached: memoryview | None, nbytes: int, breaks: int
+    ) -> None:
+        """Collects the payloads outside an envelope, which was read after so many breaks. Called on the loop."""
+        messages = self._parts.messages
+        # Those of a connection that broke since then do not come any more.
+        if self.end is not None or self.breaks != breaks:
+            messages.on_dropped(self, envelope)
+            return
+        try:
+            arrived = self._parts.router.collect(self.id, envelope, attached)
+        except Exception as error:  # a refusal, or no memory
+            messages.on_rejected(self, envelope, error)
+            return
+        if isinstance(arrived, asyncio.Future):
+            arrived.add_done_callback(partial(self._on_collected, envelope, nbytes))
+        else:
+            messages.on_message(self, envelope, arrived, nbytes, announced=True)
+
+    def _on_collected(self, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting) -> None:
+        messages = self._parts.messages
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, ValueError):
+            messages.on_rejected(self, envelope, error)
+        elif done.cancelled() or error is not None:
+            messages.on_dropped(self, envelope)  # it is lost, which fails what waits for this message
+        else:
+            messages.on_message(self, envelope, done.result(), nbytes, announced=True)
+
+    # What its connection does: reported by the transport to the link, on the event loop.
+
+    def on_opened(self) -> None:
+        """Handles a new connection."""
+        if self.link is not None:
+            self.link.on_opened()
+
+    def on_broken(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
+        """Handles a connection that broke, or cannot be made."""
+        if self.link is not None:
+            self.link.on_broken(end, unsent)
+
+    def on_closed(self, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Handles the end of the worker, or of all connections to it."""
+        if self.link is not None:
+            self.link.on_closed(end, unsent)
+
+    # What the link asks of its connection.
+
+    def renew_transport(self) -> None:
+        """Replaces the transport, which has ended, by one that does not connect by itself."""
+        if self.stream is not None:
+            self.stream = self._parts.streams.renew(self.stream)
+            self.transport = self._parts.wrap(self.stream, self.info)
+
+    def connect_again(self) -> None:
+        """Has the transport connect."""
+        if self.stream is not None:
+            self.stream.connect()
+
+    def break_off(self, reason: str) -> None:
+        """Ends the connection, after which there may be another one."""
+        if self.stream is not None:
+            self.stream.break_off(reason)
+
+    def abort(self, reason: str) -> None:
+        """Ends the connection for good, because the worker cannot be used."""
+        if self.stream is not None:
+            self.stream.abort(reason)
+
+    def send_frame(self, frame: agent_pb2.Frame) -> None:
+        """Sends a frame without envelopes. Called on the event loop."""
+        if self.stream is not None:
+            self.stream.send_frame(frame)
+
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
+        """Says goodbye: see `Transport.close`."""
+        self._is_closing = True
+        await self.transport.close(drain, end, dial=dial)
+
+    # What becomes of it: on the event loop.
+
+    def disconnect(self, end: WorkerEnd) -> None:
+        """Sends nothing before it is back, and drops the payloads that were on their way."""
+        self.absence = Absence(end, waits=True)
+        self.breaks += 1
+        for channel in self._parts.router.channels:
+            channel.drop_connection(self.id, end.reason)
+
+    def suspect(self, end: WorkerEnd, unsent: Collection[bytes], *, waits: bool) -> None:
+        """Handles that it does not answer; see LinkOwner."""
+        self.absence = Absence(end, waits=waits)
+        self.unsent = unsent
+        self.changes.suspect(end.reason)
+
+    def back(self) -> None:
+        """Handles that it answers again."""
+        self.absence = None
+        self.changes.back()
+
+    def lose(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
+        """Handles its loss; see LinkOwner."""
+        self.absence, self.end = Absence(end, is_lost=True), end
+        self.unsent = unsent
+        self._refuse(end.reason)
+        for channel in self._parts.router.channels:
+            channel.drop_peer(self.id, end.reason)
+        self.changes.lost(end)
+
+    def evicted(self, me: str, reason: str) -> None:
+        """Handles that this worker, which has this name, is no member any more: it can call nobody."""
+        if self.link is not None:
+            self.link.on_evicted(WorkerEnd(LossCause.REFUSED, f"this worker was evicted: {reason}"))
+            self.absence = Absence(WorkerEnd(LossCause.REFUSED, reason), is_lost=True, evicted=me)
+
+    def mark_lost(self, end: WorkerEnd) -> None:
+        """Makes it lost, which has never been present here. Nobody is told. Called on any thread."""
+        if self.link is not None:
+            self.link.mark_lost(end)
+            self.absence, self.end = Absence(end, is_lost=True), end
+            self._parts.links.loop.call_soon_threadsafe(self._refuse, end.reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Lets it in no more, which is told this reason, and keeps nothing of its connection."""
+        if self.stream is not None:
+            self._parts.streams.refuse(self.stream, reason)
+            self.stream, self.transport = None, self._parts.wrap(ENDED, self.info)

@@ -1,0 +1,109 @@
+"""Counts of what has gone between this worker and one other, or itself."""
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+__all__ = ["INLINE", "Traffic", "sum_up"]
+
+INLINE = "inline"
+"""The name of the channel of what is in an envelope, or attached to it."""
+
+
+@final
+class Traffic:
+    """The messages, and the bytes of their bodies and tensors, in both directions. Safe to use from any thread."""
+
+    __slots__ = (
+        "_apart_received",
+        "_apart_sent",
+        "_bytes_sent",
+        "_inline_received",
+        "_inline_sent",
+        "_lock",
+        "_received",
+        "_sent",
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent = self._received = 0
+        """Messages."""
+        self._bytes_sent = 0
+        """Bytes, those of a broadcast counted for one of its receivers only."""
+        self._inline_sent = self._inline_received = 0
+        """Bytes inside the messages."""
+        self._apart_sent: dict[str, int] = {}
+        """Bytes outside them, by channel."""
+        self._apart_received: dict[str, int] = {}
+
+    def sent(self, nbytes: int) -> None:
+        """Counts a message that has been sent with all of its bytes inside it."""
+        with self._lock:
+            self._sent += 1
+            self._bytes_sent += nbytes
+            self._inline_sent += nbytes
+
+    def sent_by_channel(self, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
+        """Counts a message that has been sent with payloads outside it.
+
+        Args:
+            nbytes: all bytes, without those of a broadcast that another message has counted.
+            inline: bytes inside the message.
+            apart: bytes outside it, by channel.
+        """
+        with self._lock:
+            self._sent += 1
+            self._bytes_sent += nbytes
+            self._inline_sent += inline
+            for channel, count in apart.items():
+                self._apart_sent[channel] = self._apart_sent.get(channel, 0) + count
+
+    def sent_again(self, nbytes: int) -> None:
+        """Counts a payload that is sent once more, because it did not arrive."""
+        with self._lock:
+            self._bytes_sent += nbytes
+
+    def received(self, nbytes: int) -> None:
+        """Counts a message that has arrived with all of its bytes inside it."""
+        with self._lock:
+            self._received += 1
+            self._inline_received += nbytes
+
+    def received_by_channel(self, by_channel: Mapping[str, int]) -> None:
+        """Counts a message that has arrived; its bytes by channel, those inside it as INLINE."""
+        with self._lock:
+            self._received += 1
+            for channel, count in by_channel.items():
+                if channel == INLINE:
+                    self._inline_received += count
+                else:
+                    self._apart_received[channel] = self._apart_received.get(channel, 0) + count
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there has been a message."""
+        return bool(self._sent or self._received)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns the messages sent and received, and the bytes."""
+        with self._lock:
+            bytes_received = self._inline_received + sum(self._apart_received.values())
+            return self._sent, self._received, self._bytes_sent, bytes_received
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the counts; channels that have carried nothing are left out."""
+        with self._lock:
+            return {
+                "messages_sent": self._sent,
+                "messages_received": self._received,
+                "bytes_sent": {INLINE: self._inline_sent, **self._apart_sent},
+                "bytes_received": {INLINE: self._inline_received, **self._apart_received},
+            }
+
+
+def sum_up(traffic: Iterable[Traffic]) -> dict[str, int]:
+    """Returns the sums of counts, by name."""
+    names = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+    sums = map(sum, zip((0, 0, 0, 0), *(each.counts() for each in traffic), strict=True))
+    return dict(zip(names, sums, strict=True))
