@@ -73,6 +73,9 @@ class LinkOwner(Protocol):
     def disconnect(self, end: WorkerEnd) -> None:
         """Sends nothing before the worker is back, and drops the payloads that were on their way."""
 
+    def reconnect(self) -> None:
+        """Sends again, by the transport that has connected."""
+
     def suspect(self, end: WorkerEnd, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles a worker that does not answer; `back` or `lose` follows.
 
@@ -214,6 +217,7 @@ class Link:
         if self.state is LinkState.CHECKING:
             self._suspect(in_passing=True)
         self._stop_healing()
+        self._owner.reconnect()  # first: who sees that it is connected may call it
         self._set_state(LinkState.CONNECTED)
         self._end = None
         log.warning("worker %s is back after %.1f s", self._worker.name, self._loop.time() - self._broke_at)
@@ -282,10 +286,10 @@ class Link:
         self._stop_healing()
         self._set_state(LinkState.LOST)
         self._end = end
-        if not end.orderly:
-            self._links.addresses.clean_up(self._address)
         self._owner.lose(end, self._unsent)
         self._unsent = frozenset()
+        if not end.orderly:
+            self._links.addresses.clean_up(self._address)
 
     def _lose_ended(self) -> None:
         """Handles a worker whose process is gone. One that was never connected may have left in good order."""

@@ -6,8 +6,8 @@ again in its place has another one. This worker is a peer of its own, which has 
 - Sending: whoever has a message for the worker calls `send`, which hands it to the transport.
 - Receiving: the transport calls `on_envelope`, and the channels collect the payloads; then it is a message.
 - Its life: the transport reports to the link whether it is connected, broken or closed. The link decides what
-  that means (link.py), and calls `disconnect`, `suspect`, `back` or `lose`. All that has to do with the worker is
-  told, in one order (changes.py).
+  that means (link.py), and calls `disconnect`, `reconnect`, `suspect`, `back` or `lose`. All that has to do with
+  the worker is told, in one order (changes.py).
 """
 
 import asyncio
@@ -361,9 +361,12 @@ class Peer:
         self.unsent = unsent
         self.changes.suspect(end.reason)
 
+    def reconnect(self) -> None:
+        """Sends again."""
+        self.absence = None
+
     def back(self) -> None:
         """Handles that it answers again."""
-        self.absence = None
         self.changes.back()
 
     def lose(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:

@@ -198,7 +198,7 @@ def _offer_socket(worker: str) -> bytes:
 def _own_listeners() -> dict[str, str]:
     """Returns the kinds of the listening sockets of gradwire in this process but stores, by their names."""
     network = _network()
-    kinds = {network._members[network.me.id].address.removeprefix("unix:"): AGENT}
+    kinds = {network.peers.of(network.me).member.address.removeprefix("unix:"): AGENT}
     for each in network._sockets._listeners.values():
         kinds[_name(each)] = SOCKETS
     for detector in FailureDetector._instances:

@@ -275,6 +275,7 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.peer.absence is not None and self.peer.end is None)
     @rule()
     def come_back(self) -> None:
+        self.peer.reconnect()
         self.peer.back()
 
     @precondition(lambda self: self.peer.end is None)

@@ -47,7 +47,7 @@ def network() -> Any:
 
 
 def own_address() -> str:
-    return network()._members[network().me.id].address
+    return network().peers.of(network().me).member.address
 
 
 def call_all(count: int) -> None:

@@ -447,6 +447,7 @@ class World:
 
     def _heal(self, here: Machine, there: Machine) -> None:
         self._healing.remove((here, there))
+        here.peer(there).reconnect()
         here.peer(there).back()
 
     # Death.

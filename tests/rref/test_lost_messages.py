@@ -164,6 +164,7 @@ def test_a_value_whose_creating_message_is_lost_is_not_awaited_for_ever(agents):
         rpc.rpc_sync(third.info, keep, (rref,))
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 1)
     user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
+    user.peers.of(owner.info).reconnect()
     user.peers.of(owner.info).back()
     del rref
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 0)
@@ -197,6 +198,7 @@ def test_an_owner_asks_again_for_what_has_changed_since_it_asked(agents, monkeyp
     wait_until(lambda: answers)
     monkeypatch.undo()
     user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
+    user.peers.of(owner.info).reconnect()
     user.peers.of(owner.info).back()
     wait_until(lambda: count(owner, "num_forks") == 2)
     assert count(owner, "num_awaited_rrefs") == 1
