@@ -198,7 +198,8 @@ class GrpcAgent(RpcAgent):
 
     def incarnation(self, wire_id: int) -> WorkerInfo:
         """Returns the worker, current or former, with this wire id."""
-        return self.peers.incarnation(wire_id)
+        peer = self.peers.by_id.get(wire_id)
+        return peer.info if peer is not None else self.peers.incarnation(wire_id)
 
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""
@@ -273,7 +274,7 @@ class GrpcAgent(RpcAgent):
             device_map,
             packed.leaves,
         )
-        peer = self.peers.of(worker)
+        peer = self.peers.by_id[worker.wire_id]
         self._codec.send(peer, message)
         if reply_to is not None:  # an item of a stream, of which there may be any number
             self._server.backlogs.on_answer(peer.backlog, max(message.nbytes, MIN_ANSWER_BYTES))

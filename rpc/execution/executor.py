@@ -251,7 +251,7 @@ class Executor:
             return Need.THREAD
         if self.poller.kept and not self._watchers:
             return Need.WAKE_UP  # a thread that becomes a watcher
-        if self._has_runnable():
+        if self._urgent or (self._tasks and self._has_runnable()):
             return Need.WAKE_UP
         if self._tasks:
             if not self._stalls.is_started:

@@ -130,8 +130,10 @@ class Poller:
     def watch_again(self, descriptor: int) -> None:
         """Has a thread handle a file descriptor when it is ready again. Does nothing if it is not watched."""
         if (handler := self._on_ready.get(descriptor)) is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has been closed just now, or the poller has
+            try:  # no context manager, which is three calls: this is on the way of each message
                 self._epoll.modify(descriptor, handler[1] | select.EPOLLONESHOT)
+            except (OSError, ValueError):  # it has been closed just now, or the poller has
+                return
 
     def unwatch(self, descriptor: int) -> None:
         """Forgets a file descriptor; an OnReady of it may still run."""

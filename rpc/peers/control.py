@@ -169,15 +169,15 @@ class ControlStreams(WorkerWatcher):
     def _flush(self, stream: ControlStream) -> None:
         """Sends what waits. Runs on the control thread."""
         stream.is_flush_planned = False
-        peer = self._peers.of(stream.worker)
-        while stream.waits:
+        peer = self._peers.by_id[stream.worker.wire_id]
+        while True:
             if (absence := peer.absence) is not None:
                 if absence.is_lost:
                     self._settle_all(stream, absence.as_error(stream.worker.name))
                 return  # if it is suspect, `on_worker_back` or `on_worker_lost` goes on
             envelope = agent_pb2.Envelope(type=CONTROL)
             if not stream.take_along(envelope, alone=True):
-                break  # another thread has taken it just now
+                break  # nothing waits any more
             try:
                 peer.send(envelope.SerializeToString())
             except Exception as error:
@@ -197,16 +197,18 @@ class ControlStreams(WorkerWatcher):
         """
         settled = stream.acknowledge(envelope.control)
         try:
-            stream.receive(envelope.control)
+            has_arrived = stream.receive(envelope.control)
         except LimitReachedError as error:
             self._values.record_refusal(stream.worker, error)
-        if stream.has_arrived:
+            has_arrived = stream.has_arrived
+        if has_arrived:
             stream.process(partial(self._run, stream.worker), self._quick_kinds)
+            has_arrived = stream.has_arrived
         if settled:
             self._scheduler.submit(partial(self._settle_each, stream, settled), urgent=False)
         if not stream.is_waiting and stream.waits:
             self._wait(stream)
-        return stream.has_arrived
+        return has_arrived
 
     def process_later(self, stream: ControlStream) -> None:
         """Has the control thread process the messages of a peer that have arrived."""

@@ -133,11 +133,12 @@ class ControlStream:
         if not self._lock.acquire(blocking=alone):
             return False
         try:
-            if not self.waits:
+            begin, end = self._next - self._first, min(len(self._unacknowledged), WINDOW)
+            if begin >= end and self._tellable <= self._told:
                 return False
-            header, begin = envelope.control, self._next - self._first
+            header = envelope.control
             header.first, header.acknowledged_below = self._next, self._first
-            for index in range(begin, min(len(self._unacknowledged), begin + count, WINDOW)):
+            for index in range(begin, min(begin + count, end)):
                 sent = self._unacknowledged[index]
                 nbytes -= sent.nbytes
                 if nbytes < 0 and not (alone and index == begin):
@@ -145,8 +146,9 @@ class ControlStream:
                 header.messages.append(sent.message)
             self._next += len(header.messages)
             self._sent_below = max(self._sent_below, self._next)
-            for number, failure in itertools.islice(self._failures.items(), MAX_FAILURES):
-                header.failed.add(number=number, failure=failure)
+            if self._failures:
+                for number, failure in itertools.islice(self._failures.items(), MAX_FAILURES):
+                    header.failed.add(number=number, failure=failure)
             header.processed_below = self._tellable
             self._told = max(self._told, self._tellable)
             return True
@@ -163,7 +165,7 @@ class ControlStream:
         self._told = min(self._told, self._tellable - 1)
 
     def _count_tellable(self) -> None:
-        """Called with the lock when something is processed, or known to the peer."""
+        """Called with the lock when something is processed after a failure, or known to the peer."""
         failures = self._failures  # in the order of their numbers
         is_held = len(failures) > MAX_FAILURES
         self._tellable = next(itertools.islice(failures, MAX_FAILURES, None)) if is_held else self._processed
@@ -202,8 +204,11 @@ class ControlStream:
             self._next = max(self._next, self._first)
         return settled
 
-    def receive(self, header: agent_pb2.ControlHeader) -> None:
-        """Takes the messages that an envelope of the peer has brought; `process` is to follow if there are any.
+    def receive(self, header: agent_pb2.ControlHeader) -> bool:
+        """Takes the messages that an envelope of the peer has brought.
+
+        Returns:
+            Whether there are messages to be processed.
 
         Raises:
             LimitReachedError: the peer sends more than it may. What is too much is dropped.
@@ -229,6 +234,7 @@ class ControlStream:
         if refused is not None:
             problem = f"control message {refused} is refused, as {self._processed} have been processed"
             raise LimitReachedError(problem, f"WINDOW={WINDOW}, MAX_ARRIVED_BYTES={MAX_ARRIVED_BYTES}")
+        return bool(self._arrived) and len(self._failures) < MAX_KEPT_FAILURES
 
     @property
     def has_arrived(self) -> bool:
@@ -256,7 +262,10 @@ class ControlStream:
                         if failure is not None:
                             self._failures[self._processed] = failure
                         self._processed += 1
-                        self._count_tellable()
+                        if self._failures:
+                            self._count_tellable()
+                        else:
+                            self._tellable = self._processed
                 if arrived:
                     return  # until the peer knows of some failures
             finally:

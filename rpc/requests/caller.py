@@ -492,7 +492,7 @@ class Caller(WorkerWatcher):
 
     def on_confirmed(self, worker: WorkerInfo, payload: object) -> None:
         """Completes a call with None, as a control message in place of its answer says. Does not block."""
-        source = self._peers.of(worker)
+        source = self._peers.by_id[worker.wire_id]
         if not isinstance(payload, tuple) or len(payload) != 1:
             raise ValueError("malformed message: it confirms no request")
         call = self.in_flight.get(identifier := payload[0])
