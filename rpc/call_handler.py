@@ -13,7 +13,7 @@ from .contracts.extension import Extension
 from .contracts.messages import Deferred, Handler, Incoming, MessageType
 from .execution.futures import as_concurrent_future
 from .execution.script_functions import run_script_function
-from .functions import is_async_execution
+from .functions import ASYNC_MARK
 from .profiling.extension import run_profiled
 from .wire.tracebacks import user_traceback
 
@@ -75,7 +75,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     if isinstance(function, torch.jit.ScriptFunction):
         return run_script_function(function, args, kwargs)
     result = function(*args, **kwargs)
-    if not is_async_execution(function):
+    if not hasattr(function, ASYNC_MARK):
         return result
     if not isinstance(result, AnyFuture):  # what `then` returns is no torch.futures.Future
         name = getattr(function, "__qualname__", function)

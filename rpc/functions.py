@@ -5,12 +5,13 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-__all__ = ["async_execution", "is_async_execution"]
+__all__ = ["ASYNC_MARK", "async_execution"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MARK = "_wrapped_async_rpc_function"
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute of marked functions, and of their methods: torch's name, so that its functions are known, too."""
 
 
 def async_execution(fn: Callable[P, torch.futures.Future[R]]) -> Callable[P, R]:
@@ -32,12 +33,7 @@ def async_execution(fn: Callable[P, torch.futures.Future[R]]) -> Callable[P, R]:
         TypeError: the function cannot be marked because it is not written in Python.
     """
     try:
-        setattr(fn, _MARK, fn)
+        setattr(fn, ASYNC_MARK, fn)
     except AttributeError:
         raise TypeError(f"{fn!r} cannot be marked: give a function that is written in Python") from None
     return cast(Callable[P, R], fn)
-
-
-def is_async_execution(fn: object) -> bool:
-    """Returns whether a function, or the function of a method, is marked by `async_execution`."""
-    return hasattr(fn, _MARK)

@@ -69,7 +69,7 @@ class ServedCalls:
             name: of this worker, for the clock's thread.
         """
         self.waiting: dict[CallKey, ServedCall] = {}
-        """The requests that have not begun to run."""
+        """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
         self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
@@ -87,12 +87,6 @@ class ServedCalls:
         self._is_closed = False
 
     # Those that have not begun.
-
-    def add(self, call: ServedCall) -> None:
-        """Registers a request that has arrived."""
-        self.waiting[call.key] = call
-        if call.source.end is not None and not may_begin(call.source):  # it may have been told before this
-            self.waiting.pop(call.key, None)
 
     def begin(self, call: ServedCall) -> NotBegun | None:
         """Has a request begin to run; returns why it does not if it does not."""

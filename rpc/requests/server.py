@@ -88,7 +88,9 @@ class Server(WorkerWatcher):
         handler = self._extensions.handlers.get(envelope.type)
         call = ServedCall(source, envelope, handler)
         if handler is not None and handler.user_values and envelope.id:
-            self.calls.add(call)
+            self.calls.waiting[call.key] = call
+            if source.end is not None and not may_begin(source):  # it may have been told before this
+                self.calls.discard(call.key)
             for on_arrival in self._extensions.on_arrival:
                 on_arrival(source.info, envelope)
         return call

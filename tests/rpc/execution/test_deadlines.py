@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
+from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
+from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
 from gradwire.rpc.requests.served_call import ServedCall
-from gradwire.rpc.requests.served_calls import ServedCalls
 from gradwire.rpc.requests.server import Server
 
 from tests import remote_functions
@@ -229,13 +230,13 @@ def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
     a, b = group_with_one_thread(workers, 2)
 
     def never_expire() -> None:
-        add = ServedCalls.add
+        arrive = Server.arrive
 
-        def add_for_ever(calls: ServedCalls, call: ServedCall) -> None:
-            call.deadline = 0.0
-            add(calls, call)
+        def arrive_for_ever(server: Server, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
+            envelope.timeout_ms = 0
+            return arrive(server, source, envelope)
 
-        ServedCalls.add = add_for_ever
+        Server.arrive = arrive_for_ever
 
     def call() -> None:
         futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]
