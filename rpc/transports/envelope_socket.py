@@ -25,8 +25,6 @@ from . import socket_frames
 from .frame_reader import READ_BYTES, RECVMSG_ARGS, FrameReader
 from .frame_writer import AttachedFrame, FrameWriter
 from .heartbeat import has_unread
-from .pulse import PulseExchange
-from .segments import SegmentListener
 from .socket_frames import (
     HEADER,
     MAX_ATTACHING_BYTES,
@@ -37,16 +35,12 @@ from .socket_frames import (
 )
 from .tls_socket import AnySocket
 
-__all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd"]
+__all__ = ["CLOSED", "EnvelopeSocket", "OnSocketEnd"]
 
 CLOSED = "its connection closed without a goodbye; the process has died or was cut off"
 """The reason of a connection that ends before the peer's end."""
 
 log = logging.getLogger(__name__)
-
-OnEnvelope = Callable[..., "concurrent.futures.Future[None] | None"]
-"""Handles an envelope: takes it, the bytes of memory that it takes, and those that followed it, if any did. See
-TransportListener.on_envelope."""
 
 OnSocketEnd = Callable[[str], None]
 """Handles the end of a socket: takes the reason, which is empty if the peer has sent its end."""
@@ -64,12 +58,9 @@ class EnvelopeSocket:
         name: str,
         connection: AnySocket,
         executor: Executor,
-        on_envelope: OnEnvelope,
+        reader: FrameReader,
         on_end: OnSocketEnd,
-        segments: SegmentListener | None = None,
         on_malformed: Callable[[Exception], None] = lambda _error: None,
-        pulses: PulseExchange | None = None,
-        allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -77,13 +68,9 @@ class EnvelopeSocket:
             name: what debug info calls this kind of connection.
             connection: the socket; closed by `close`, or when the peer has closed it.
             executor: its threads read.
-            on_envelope: called with each envelope that arrives, in order. Must not block or raise. Nothing more
-                is read before the future that it returns is done.
+            reader: handles what arrives; closed with the connection.
             on_end: called once, after the last envelope.
-            segments: handles the frames about shared memory, on a unix socket.
             on_malformed: called with the error when the peer has sent bytes that are no message.
-            pulses: saves heartbeats, on a unix socket.
-            allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
         """
         self.name = name
         connection.settimeout(0)
@@ -91,22 +78,22 @@ class EnvelopeSocket:
         self._executor = executor
         self._on_end = on_end
         self._on_malformed = on_malformed
-        self._segments = segments
-        self._pulses = pulses
+        self._segments = reader.segments
+        self._pulses = reader.pulses
         self._writer = FrameWriter(connection, executor)
         self.released: deque[int] = deque()
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
         self._paused: list[int] = []
         """The descriptor of the socket while nothing is read; whoever takes it out has reading go on."""
         self.descriptor = connection.fileno()
-        self.process = process_of_peer(cast("Any", connection)) if segments is not None else 0
+        self.process = process_of_peer(cast("Any", connection)) if reader.segments is not None else 0
         """The process at the other end of a unix socket; 0 if it is in another namespace."""
         self.has_heard = True
         """Whether something has come since this was set to False."""
         self.reading = threading.Lock()
         """Held by the thread that reads."""
         # What follows is used with the lock.
-        self._reader = FrameReader(on_envelope, segments, pulses, allocate)
+        self._reader = reader
         self._has_ended = False
         """Whether nothing more is read."""
 

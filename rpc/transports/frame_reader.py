@@ -41,22 +41,23 @@ class FrameReader:
     def __init__(
         self,
         on_envelope: Callable[..., "concurrent.futures.Future[None] | None"],
-        segments: SegmentListener | None,
-        pulses: PulseExchange | None,
-        allocate: Callable[[int], memoryview],
+        segments: SegmentListener | None = None,
+        pulses: PulseExchange | None = None,
+        allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
     ) -> None:
         """Has received nothing yet.
 
         Args:
-            on_envelope: called with each envelope, the bytes of memory that it takes, and those that followed it,
-                if any did. Returns what to wait for before more is read, if anything.
-            segments: handles the frames about shared memory; None if there must be none.
-            pulses: handles those about pulses; None if there must be none.
+            on_envelope: called with each envelope, in order, the bytes of memory that it takes, and those that
+                followed it, if any did. Returns what to wait for before more is read, if anything. Must not block
+                or raise.
+            segments: handles the frames about shared memory, on a unix socket; None if there must be none.
+            pulses: handles those about pulses, there, and saves heartbeats; None if there must be none.
             allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
         """
         self._on_envelope = on_envelope
-        self._segments = segments
-        self._pulses = pulses
+        self.segments = segments
+        self.pulses = pulses
         self._allocate = allocate
         self._descriptors: deque[int] = deque()
         self._beginning = b""
@@ -154,10 +155,10 @@ class FrameReader:
     def _take_other(self, kind: int, content: bytes) -> None:
         if kind == FrameKind.HEARTBEAT and not content:
             return
-        if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self._pulses is not None and not content:
-            self._take_pulse(kind, self._pulses)
-        elif (kind <= FrameKind.SHARED_SEGMENT or kind == FrameKind.SPENT) and self._segments is not None:
-            self._take_segment_frame(kind, content, self._segments)
+        if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self.pulses is not None and not content:
+            self._take_pulse(kind, self.pulses)
+        elif (kind <= FrameKind.SHARED_SEGMENT or kind == FrameKind.SPENT) and self.segments is not None:
+            self._take_segment_frame(kind, content, self.segments)
         else:
             raise ValueError(f"a frame of kind {kind}")
 

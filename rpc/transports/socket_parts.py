@@ -8,6 +8,7 @@ from ...proto.v1 import agent_pb2
 from ..execution.executor import Executor
 from .base import TransportListener
 from .envelope_socket import EnvelopeSocket, OnSocketEnd
+from .frame_reader import FrameReader
 from .pulse import Pulse, PulseExchange
 from .segments import SegmentListener
 from .sockets import UNIX, SocketListener
@@ -66,17 +67,8 @@ class SocketParts:
         """
         segments = self.segments(peer.info.wire_id) if kind == UNIX else None
         pulses = PulseExchange(self.pulse) if kind == UNIX else None
-        made = EnvelopeSocket(
-            kind,
-            connection,
-            self.executor,
-            peer.on_envelope,
-            on_end,
-            segments,
-            on_malformed,
-            pulses,
-            self.allocate,
-        )
+        reader = FrameReader(peer.on_envelope, segments, pulses, self.allocate)
+        made = EnvelopeSocket(kind, connection, self.executor, reader, on_end, on_malformed)
         if segments is not None:
             segments.connect(made)
         return made

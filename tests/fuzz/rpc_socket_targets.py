@@ -209,11 +209,8 @@ def read_socket(data: bytes) -> None:
 
     ours, theirs = socket.socketpair()
     with theirs, mock.patch.dict(frame_reader._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):
-        connection = EnvelopeSocket(
-            *("unix", ours, executor, handle, ends.append, segments),
-            pulses=PulseExchange(Pulse()),
-            allocate=BufferCache(MIB).allocate,
-        )
+        reader = frame_reader.FrameReader(handle, segments, PulseExchange(Pulse()), BufferCache(MIB).allocate)
+        connection = EnvelopeSocket("unix", ours, executor, reader, ends.append)
         segments.connect(connection)
         connection.start()
         if data:

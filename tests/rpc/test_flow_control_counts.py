@@ -17,6 +17,7 @@ from gradwire.rpc.execution.poller import READABLE
 from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter, Window
 from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from gradwire.rpc.transports.frame_reader import FrameReader
 
 from tests.remote_functions import wait_until
 
@@ -260,7 +261,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
         seen.append(envelope.id)
         return received.add(queue, size)
 
-    end = EnvelopeSocket("unix", mine, executor, on_envelope, lambda _reason: ended.set())
+    end = EnvelopeSocket("unix", mine, executor, FrameReader(on_envelope), lambda _reason: ended.set())
     try:
         end.start()
         for number in (1, 2):

@@ -11,7 +11,7 @@ import pytest
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import READ_BYTES
+from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ class End:
         self.received: queue.SimpleQueue[agent_pb2.Envelope] = queue.SimpleQueue()
         self.reasons: list[str] = []
         self.ended = threading.Event()
-        self.socket = EnvelopeSocket("unix", connection, executor, self.received.put, self.end)
+        self.socket = EnvelopeSocket("unix", connection, executor, FrameReader(self.received.put), self.end)
 
     def end(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -129,7 +129,7 @@ def test_a_pause_that_ends_at_once(executor):
             other.sendall(frame(envelope(message.id + 1)))
         return ShortPause(lock, is_noticed=has_next)
 
-    end = EnvelopeSocket("unix", mine, executor, on_envelope, lambda _reason: None)
+    end = EnvelopeSocket("unix", mine, executor, FrameReader(on_envelope), lambda _reason: None)
     end.reading = lock
     both = threading.Barrier(3)
     for _ in range(2):  # so that both threads are there

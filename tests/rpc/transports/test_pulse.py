@@ -12,6 +12,7 @@ from gradwire.rpc.channels.shared_memory.peer import PeerSegments
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from gradwire.rpc.transports.frame_reader import FrameReader
 from gradwire.rpc.transports.pulse import Pulse, PulseExchange
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
@@ -32,9 +33,8 @@ class End:
         self.exchange = PulseExchange(self.pulse)
         self.reasons: list[str] = []
         segments = PeerSegments(None, ChannelOptions(), SegmentLimit(MIB, 16), None)  # type: ignore[arg-type]
-        self.socket = EnvelopeSocket(
-            "unix", connection, executor, lambda *_: None, self.reasons.append, segments, pulses=self.exchange
-        )
+        reader = FrameReader(lambda *_: None, segments, self.exchange)
+        self.socket = EnvelopeSocket("unix", connection, executor, reader, self.reasons.append)
         segments.connect(self.socket)
         self.socket.start()
 

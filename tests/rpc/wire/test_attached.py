@@ -17,7 +17,7 @@ from gradwire.rpc.contracts.options import MAX_ATTACHED_BYTES
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.futures import Future
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import READ_BYTES
+from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
 from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.socket_frames import HEADER, MAX_ATTACHING_BYTES, FrameKind
 from gradwire.rpc.wire.attached import AttachedReader, embed, find_misplaced
@@ -49,14 +49,8 @@ class End:
         self.reasons: list[str] = []
         self.answer = answer
         self.future: Future[None] = Future(executor)
-        self.socket = EnvelopeSocket(
-            "tcp",
-            connection,
-            executor,
-            self.on_envelope,
-            self.reasons.append,
-            allocate=allocate,
-        )
+        reader = FrameReader(self.on_envelope, allocate=allocate)
+        self.socket = EnvelopeSocket("tcp", connection, executor, reader, self.reasons.append)
 
     def on_envelope(self, envelope: agent_pb2.Envelope, nbytes: int, *attached: memoryview) -> None:
         if envelope.id == self.answer:

@@ -14,6 +14,7 @@ from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.peers.envelope_limit import check_size
 from gradwire.rpc.profiling.events import events_from_tensor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from gradwire.rpc.transports.frame_reader import FrameReader
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.parsing import (
     SMALL_BYTES,
@@ -150,7 +151,7 @@ def test_a_dense_envelope_ends_the_socket():
         reasons.append(reason)
         ended.set()
 
-    end = EnvelopeSocket("unix", mine, executor, lambda *_: pytest.fail("it was handled"), on_end)
+    end = EnvelopeSocket("unix", mine, executor, FrameReader(lambda *_: pytest.fail("it was handled")), on_end)
     try:
         end.start()
         content = b"\x22\x00" * (2 * MIB)
