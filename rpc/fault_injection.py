@@ -28,7 +28,7 @@ from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
 from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
-from .agent.network import Network
+from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
 from .channels.broadcast import channel as broadcast
 from .collectives import all_gather
@@ -147,7 +147,7 @@ def start_faulty_agent(
 
         extensions = DEFAULT_EXTENSIONS
     factories = AgentFactories(
-        network=partial(Network, wrap=_Faults(rpc_backend_options).wrap),
+        network=partial(Network, seams=NetworkSeams(wrap=_Faults(rpc_backend_options).wrap)),
         # By themselves, so that they fail without the calls that would take them along.
         control=partial(ControlStreams, takes_along=False),
     )

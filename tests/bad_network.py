@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.errors import SendFailedError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
-from gradwire.rpc.agent.network import Network
+from gradwire.rpc.agent.network import Network, NetworkSeams
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports.base import Transport, TransportClosedError
 
@@ -34,7 +34,7 @@ class BadNetwork:
 
     def factories(self) -> AgentFactories:
         """Returns the factories of the agent."""
-        return AgentFactories(network=partial(Network, wrap=partial(_BadTransport, self)))
+        return AgentFactories(network=partial(Network, seams=NetworkSeams(wrap=partial(_BadTransport, self))))
 
     def fate(self) -> float:
         """Returns the seconds by which an envelope is late; -1 if it is not sent."""
@@ -75,7 +75,9 @@ class Recorder:
 
     def factories(self) -> AgentFactories:
         """Returns the factories of the agent."""
-        return AgentFactories(network=partial(Network, wrap=partial(_RecordingTransport, self)))
+        return AgentFactories(
+            network=partial(Network, seams=NetworkSeams(wrap=partial(_RecordingTransport, self)))
+        )
 
 
 class _RecordingTransport:

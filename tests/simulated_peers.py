@@ -109,6 +109,6 @@ def call_parts(
     call_soon: Callable[..., None] = lambda *_: None,
 ) -> CallParts:
     """Returns what the calls of an agent share that has one peer."""
-    peers = Peers(dynamic=True)
+    peers = Peers(peer.info, dynamic=True)
     peers.add(peer)
     return CallParts(peers, extensions, executor, call_soon, counter, FlowControl(options))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import grpc
@@ -13,6 +14,7 @@ from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.bulk.buffers import BufferCache
 from ..channels.bulk.channel import BulkChannel
+from ..channels.channels import Channels
 from ..channels.chunked import ChunkedChannel
 from ..channels.cuda.channel import CudaIpcChannel
 from ..channels.cuda.runtime import DeviceRuntime
@@ -50,11 +52,24 @@ from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.socket_parts import FrameListener, SocketParts
 from ..transports.sockets import TCP, UNIX, SocketListener
 
-__all__ = ["Network"]
+__all__ = ["Network", "NetworkSeams"]
 
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSeams:
+    """What fault injection and tests exchange.
+
+    wrap: wraps every transport.
+    load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
+    """
+
+    wrap: Wrap = lambda transport, _peer, _loop: transport
+    load_devices: Callable[[], DeviceRuntime] = TorchDevices
 
 
 @final
@@ -68,8 +83,7 @@ class Network:
         group: str,
         roster: RosterLog | None,
         executor: Executor,
-        wrap: Wrap = lambda transport, _peer, _loop: transport,
-        load_devices: Callable[[], DeviceRuntime] = TorchDevices,
+        seams: NetworkSeams = NetworkSeams(),
     ) -> None:
         """Makes a network that does not listen yet.
 
@@ -79,32 +93,35 @@ class Network:
             group: the name of the group, unique among all groups.
             roster: the log of joins and leaves; None in a group that nobody joins or leaves.
             executor: its threads read the sockets.
-            wrap: wraps every transport.
-            load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
+            seams: exchanged by tests.
         """
         self.me = me
         self._roster = roster
         self._is_dynamic = roster is not None and roster.dynamic
         self._options = options
         self._executor = executor
-        self._wrap = wrap
-        self.peers = Peers(dynamic=self._is_dynamic)
+        self._seams = seams
+        self.peers = Peers(me, dynamic=self._is_dynamic)
         self._endpoint = GrpcEndpoint(me.name, options.find_credentials(), options.liveness)
         self.audit = self._endpoint.audit
         self._events = acquire_event_loop()
-        self._events.run(self._build(group, load_devices))
+        self._events.run(self._build(group))
 
-    async def _build(self, group: str, load_devices: Callable[[], DeviceRuntime]) -> None:
+    async def _build(self, group: str) -> None:
         loop, executor, channels = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
         roster = self._roster
         learn = RosterUpdates(self.me, roster, executor, self._follow).learn if roster is not None else None
         self._handshake = Handshake(group, self.me, self.peers.by_id, learn, self._endpoint)
-        memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
+        memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels, self._may_share_memory)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
-        bulk = BulkSockets(loop, sockets, self.peers.incarnation, self._is_on_this_host, self._send_frame)
-        self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
+        bulk = BulkSockets(
+            loop, sockets, self.peers.incarnation, self._is_on_this_host, self._has_socket, self._send_frame
+        )
+        self.cuda_ipc = CudaIpcChannel(
+            loop, executor, memory, self._send_frame, self._options, self._seams.load_devices
+        )
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         pulse, cache = Pulse(), BufferCache(channels.max_cached_bytes)
         self._pulse = pulse
@@ -113,28 +130,26 @@ class Network:
         liveness = self._options.liveness
         self._follower = None
         if roster is not None:
-            self._follower = RosterFollower(self.me, roster, self.peers, self)
-        self._vouching = Vouching(self.me, group, self._endpoint, self.peers, executor)
-        ask, follow = self._vouching.ask_others, self._follow
-        self._evictions = Evictions(self.me, loop, executor, self.peers, roster, liveness.lease, ask, follow)
+            self._follower = RosterFollower(roster, self.peers, self)
+        self._vouching = Vouching(group, self._endpoint, self.peers, executor)
+        ask = self._vouching.ask_others
+        self._evictions = Evictions(loop, executor, self.peers, self._follower, liveness.lease, ask)
         heartbeats = Heartbeats(loop, liveness, pulse)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, parts, heartbeats), self.peers.by_id)
         chunks = ChunkedChannel(loop, self._handshake, self._open_channel, channels, self._abort, self._break_off)
         self.broadcasts = BroadcastChannel(
-            loop, self.me.wire_id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
+            loop, self.me.wire_id, chunks, memory, channels, self._options.broadcasts
         )
-        self._router = ChannelRouter(
-            channels,
-            self.me.wire_id,
+        made = Channels(
             small=InlineChannel(),
-            bulk=BulkChannel(loop, bulk, executor, chunks, channels, self._has_socket, cache),
+            bulk=BulkChannel(loop, bulk, executor, chunks, channels, cache),
             chunked=chunks,
             local=LocalChannel(),
             shared_memory=memory,
             cuda_ipc=self.cuda_ipc,
             broadcast=self.broadcasts,
-            has_socket=self._has_socket,
         )
+        self._router = ChannelRouter(channels, self.me.wire_id, made, self._has_socket)
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
         transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
@@ -213,7 +228,7 @@ class Network:
         self.peers.add(Peer(member, self._parts, is_me=member.info.wire_id == self.me.wire_id))
 
     def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:
-        return self._wrap(transport, peer, self._events.loop)
+        return self._seams.wrap(transport, peer, self._events.loop)
 
     def let_in(self) -> None:
         """Accepts connections of all members. Called on the event loop."""

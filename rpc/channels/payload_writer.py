@@ -11,9 +11,8 @@ from ..wire.attached import ALIGNMENT
 from ..wire.gathered import Gathered
 from .base import SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
-from .cuda.channel import CudaIpcChannel
+from .channels import Channels
 from .payloads import payloads_of
-from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = ["PayloadWriter"]
 
@@ -26,10 +25,8 @@ class PayloadWriter:
         self,
         options: ChannelOptions,
         peer: int,
-        small: SendingChannel,
+        channels: Channels,
         large: SendingChannel,
-        shared_memory: SharedMemoryChannel,
-        cuda_ipc: CudaIpcChannel,
         broadcast: Broadcast | None = None,
         *,
         attaches: bool = False,
@@ -39,10 +36,8 @@ class PayloadWriter:
         Args:
             options: the sizes of small payloads.
             peer: the receiver.
-            small: the channel for payloads inside the envelope.
-            large: the channel for all others.
-            shared_memory: the channel for large payloads, where it can be used.
-            cuda_ipc: the channel for payloads that are on devices, where it can be used.
+            channels: of this agent.
+            large: the one for large payloads where no memory is shared.
             broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
             attaches: whether payloads may be attached to the envelope.
         """
@@ -50,10 +45,10 @@ class PayloadWriter:
         self._small_body = min(self._threshold, options.max_inline_bytes, options.shared_memory_threshold)
         self._inline_bytes_left = options.max_inline_bytes
         self._peer = peer
-        self._small = small
+        self._small = channels.small
         self._large = large
-        self._shared_memory = shared_memory
-        self._cuda_ipc = cuda_ipc
+        self._shared_memory = channels.shared_memory
+        self._cuda_ipc = channels.cuda_ipc
         self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
         self.may_send_back = False

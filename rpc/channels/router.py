@@ -13,14 +13,11 @@ from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 from ..wire.attached import AttachedReader, find_misplaced
 from .announced import AnnouncedPayloads, TooMuchAnnouncedError
-from .base import Arriving, Channel, SendingChannel
+from .base import Arriving, Channel
 from .broadcast.sending import Broadcast
-from .bulk.channel import BulkChannel
-from .chunked import ChunkedChannel
-from .cuda.channel import CudaIpcChannel
+from .channels import Channels
 from .payload_writer import PayloadWriter
 from .payloads import HERE, PayloadReader, external_bytes, has_come, payloads_of, read_inline
-from .shared_memory.channel import SharedMemoryChannel
 from .shared_memory.peer import SegmentPlace, segment_place
 
 __all__ = ["ChannelRouter", "Collecting"]
@@ -38,45 +35,25 @@ class ChannelRouter:
     """The channels of one agent, and which of them carries which payload."""
 
     def __init__(
-        self,
-        options: ChannelOptions,
-        self_id: int,
-        *,
-        small: SendingChannel,
-        bulk: BulkChannel,
-        chunked: ChunkedChannel,
-        local: SendingChannel,
-        shared_memory: SharedMemoryChannel,
-        cuda_ipc: CudaIpcChannel,
-        broadcast: Channel,
-        has_socket: Callable[[int], bool],
+        self, options: ChannelOptions, self_id: int, channels: Channels, has_socket: Callable[[int], bool]
     ) -> None:
         """Routes by size and receiver.
 
         Args:
             options: the sizes of small payloads.
             self_id: the id of this worker.
-            small: for payloads inside the envelope.
-            bulk: for all others; sends by `chunked` where there are no bulk connections.
-            chunked: receives what was sent in chunks.
-            local: for large payloads from this worker to itself.
-            shared_memory: for large payloads to workers that it is connected to.
-            cuda_ipc: for payloads on CUDA devices, to the same workers.
-            broadcast: receives large payloads that were sent to several workers at once.
+            channels: of this agent.
             has_socket: tells by the id of a worker whether its envelopes travel by a socket, where payloads can be
                 attached to them.
         """
         self._options = options
         self._has_socket = has_socket
         self._self_id = self_id
-        self._small = small
-        self._bulk = bulk
-        self._chunked = chunked
-        self._local = local
-        self._shared_memory = shared_memory
-        self._cuda_ipc = cuda_ipc
-        channels: Sequence[Channel] = (small, bulk, chunked, local, shared_memory, cuda_ipc, broadcast)
-        self._by_name = {channel.name: channel for channel in channels}
+        self._channels = channels
+        self._small, self._local = channels.small, channels.local
+        self._bulk, self._chunked = channels.bulk, channels.chunked
+        self._shared_memory, self._cuda_ipc = channels.shared_memory, channels.cuda_ipc
+        self._by_name = {channel.name: channel for channel in channels.all}
         self.announced = AnnouncedPayloads(options.max_payload_bytes)
 
     @property
@@ -99,10 +76,8 @@ class ChannelRouter:
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> PayloadWriter:
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
         large = self._local if peer == self._self_id else self._bulk
-        memory, cuda_ipc = self._shared_memory, self._cuda_ipc
-        attaches = self._has_socket(peer)
         return PayloadWriter(
-            self._options, peer, self._small, large, memory, cuda_ipc, broadcast, attaches=attaches
+            self._options, peer, self._channels, large, broadcast, attaches=self._has_socket(peer)
         )
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:

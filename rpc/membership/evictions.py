@@ -14,6 +14,7 @@ from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..peers.peers import Peers
 from .roster import RosterError
+from .roster_follower import RosterFollower
 from .roster_log import RosterLog
 from .vouching import Verdict
 
@@ -64,35 +65,30 @@ class Evictions:
 
     def __init__(
         self,
-        me: WorkerInfo,
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
         peers: Peers,
-        roster: RosterLog | None,
+        follower: RosterFollower | None,
         lease: float,
         ask_others: AskOthers,
-        on_roster: Callable[[], None],
     ) -> None:
         """Evicts nobody yet.
 
         Args:
-            me: this worker.
             loop: the event loop, which has the timers.
             executor: its threads wait for the store.
             peers: of this worker, some of which are told.
-            roster: the log of the group; None if it keeps none.
+            follower: follows the log of the group; None if that keeps none.
             lease: seconds after which a suspect worker may be evicted.
             ask_others: asks the others about a member to which this worker has never been connected.
-            on_roster: called on the loop when the log may have changed.
         """
-        self._me = me
         self._loop = loop
         self._executor = executor
         self._peers = peers
-        self._roster = roster
+        self._follower = follower
+        self._roster = follower.roster if follower is not None else None
         self._tick_s = min(TICK_S, lease / 4)
         self._ask_others = ask_others
-        self._on_roster = on_roster
         self._control: ControlMessages
         self._retries: set[asyncio.TimerHandle] = set()
         """Used on the event loop."""
@@ -155,7 +151,8 @@ class Evictions:
                 log.warning("the membership of the group cannot be changed or read yet: %s", error)
             self._call_soon(self._retry, step, min(MAX_PAUSE_S, 2 * pause) or FIRST_PAUSE_S)
         else:
-            self._call_soon(self._on_roster)
+            if self._follower is not None:
+                self._call_soon(self._follower.follow)
 
     def _evict(self, roster: RosterLog, peer: WorkerInfo, reason: str, again: bool) -> None:
         roster.catch_up()
@@ -165,13 +162,13 @@ class Evictions:
             and not self._is_agreed(roster, peer)
         ):
             return
-        has_evicted = roster.evict(peer.wire_id, reason, self._me.wire_id)
+        has_evicted = roster.evict(peer.wire_id, reason, self._peers.me.wire_id)
         if has_evicted or again:  # the store may have done it before, and not have answered
             tell_of_change(self._control, self._peers.connected())
 
     def _is_agreed(self, roster: RosterLog, peer: WorkerInfo) -> bool:
         """Returns whether no other member vouches for one. Raises _UndecidedError if too few can be asked."""
-        others = [member for member in roster.members() if member.info not in (peer, self._me)]
+        others = [member for member in roster.members() if member.info not in (peer, self._peers.me)]
         asking = asyncio.run_coroutine_threadsafe(self._ask_others(peer, others), self._loop)
         verdict = asking.result(VERDICT_TIMEOUT_S)
         if verdict is Verdict.UNDECIDED:

@@ -31,24 +31,22 @@ class Membership(Protocol):
 class RosterFollower:
     """Compares the log with what is known here. Used on the event loop, but for `begin`."""
 
-    def __init__(self, me: WorkerInfo, roster: RosterLog, peers: Peers, membership: Membership) -> None:
+    def __init__(self, roster: RosterLog, peers: Peers, membership: Membership) -> None:
         """Changes nothing yet.
 
         Args:
-            me: this worker.
             roster: the log.
             peers: the workers that are known here.
             membership: is told what has changed.
         """
-        self._me = me
-        self._roster = roster
+        self.roster = roster
         self._peers = peers
         self._membership = membership
         self._is_closed = False
 
     def begin(self, members: Sequence[Member]) -> None:
         """Adds the first members, and the former ones; nobody is let in yet."""
-        self._add_departed(self._roster.departed().values())
+        self._add_departed(self.roster.departed().values())
         for member in sorted(members, key=lambda member: member.info.wire_id):
             self._membership.add(member)
 
@@ -56,22 +54,22 @@ class RosterFollower:
         """Takes in all changes that are unknown here: other threads may have read some of them."""
         if self._is_closed:
             return
-        departed, known = self._roster.departed(), self._peers.by_id
-        joined = [member for member in self._roster.members() if member.info.wire_id not in known]
+        departed, known = self.roster.departed(), self._peers.by_id
+        joined = [member for member in self.roster.members() if member.info.wire_id not in known]
         self._add_departed(departed.values())
         for member in joined:
             self._membership.add(member)
         self._membership.let_in()
         for wire_id, each in departed.items():
-            if wire_id in known and wire_id != self._me.wire_id:
+            if wire_id in known and wire_id != self._peers.me.wire_id:
                 peer = known[wire_id]
                 if each.was_removed:
                     peer.on_closed(WorkerEnd(LossCause.DISCONNECTED, each.why))
                 elif not peer.is_connected:  # else it says goodbye itself
                     peer.on_closed(SHUT_DOWN)
-        if (me := departed.get(self._me.wire_id)) is not None and me.was_removed:
+        if (me := departed.get(self._peers.me.wire_id)) is not None and me.was_removed:
             for peer in self._peers.all():
-                peer.evicted(self._me.name, me.reason or me.why)
+                peer.evicted(self._peers.me.name, me.reason or me.why)
         for member in joined:
             self._membership.on_joined(member.info)
 
@@ -81,7 +79,7 @@ class RosterFollower:
 
     def _add_departed(self, departed: Iterable[Departed]) -> None:
         """Adds former members of a static group that are unknown here, because there may be references to them."""
-        for each in () if self._roster.dynamic else departed:
+        for each in () if self.roster.dynamic else departed:
             if each.member.info.wire_id not in self._peers.by_id:
                 self._membership.add(each.member)
                 self._peers.of(each.member.info).mark_lost(WorkerEnd(LossCause.DISCONNECTED, each.why))

@@ -157,7 +157,6 @@ class Vouching:
 
     def __init__(
         self,
-        me: WorkerInfo,
         group: str,
         endpoint: GrpcEndpoint,
         peers: Peers,
@@ -166,15 +165,13 @@ class Vouching:
         """Has been asked nothing yet.
 
         Args:
-            me: this worker.
-            group: the name of its group.
+            group: the name of the group.
             endpoint: knows who asks, by the certificate.
             peers: the members that it knows.
             executor: one of its threads at a time waits for the answer of a member.
         """
         self.where: ListenAddress | None = None
         """At which this worker listens."""
-        self._me = me
         self._group = group
         self._endpoint = endpoint
         self._peers = peers
@@ -184,7 +181,9 @@ class Vouching:
 
     async def ask_others(self, worker: WorkerInfo, others: Iterable[Member]) -> Verdict:
         """Asks other members about one; returns what they say together."""
-        question = agent_pb2.VouchRequest(group=self._group, worker_name=self._me.name, member_id=worker.wire_id)
+        question = agent_pb2.VouchRequest(
+            group=self._group, worker_name=self._peers.me.name, member_id=worker.wire_id
+        )
         return await ask(self._endpoint, question, others)
 
     async def serve(self, data: bytes, context: Any) -> bytes:
@@ -210,7 +209,7 @@ class Vouching:
         return agent_pb2.VouchReply(vouches=vouches).SerializeToString()
 
     async def _vouches(self, wire_id: int) -> bool:
-        if wire_id == self._me.wire_id:
+        if wire_id == self._peers.me.wire_id:
             return True
         peer = self._peers.by_id.get(wire_id)
         if peer is None:

@@ -15,8 +15,9 @@ __all__ = ["Peers"]
 class Peers:
     """The peers of one agent. They are added on one thread, and looked up on any."""
 
-    def __init__(self, *, dynamic: bool = False) -> None:
-        """Args: dynamic: whether workers join and leave at any time."""
+    def __init__(self, me: WorkerInfo, *, dynamic: bool = False) -> None:
+        """Args: me: this worker. dynamic: whether workers join and leave at any time."""
+        self.me = me
         self.by_id: dict[int, Peer] = {}
         """All peers, by wire id: current and former ones, and this worker itself."""
         self.by_name: dict[str, Peer] = {}

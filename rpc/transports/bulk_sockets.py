@@ -46,6 +46,7 @@ class BulkSockets:
         sockets: SocketListener,
         worker_of: Callable[[int], WorkerInfo],
         is_same_host: Callable[[int], bool],
+        has_socket: Callable[[int], bool],
         send: Callable[[int, agent_pb2.Frame], None],
     ) -> None:
         """Offers nothing before `listen`.
@@ -55,8 +56,11 @@ class BulkSockets:
             sockets: makes and accepts connections, of the kinds that may be used.
             worker_of: returns a worker by its id.
             is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
+            has_socket: tells by the id of a worker whether its envelopes travel by a socket beside the gRPC
+                stream; only then are there bulk connections.
             send: sends a frame to a peer by the gRPC stream.
         """
+        self.has_socket = has_socket
         self._loop = loop
         self._sockets = sockets
         self._worker_of = worker_of

@@ -70,7 +70,7 @@ class _Threads:
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.broadcasts = None
         self.audit = AUDIT
-        self.peers = Peers()
+        self.peers = Peers(ME)
 
     def run(self) -> None:
         """Runs tasks until there are none."""

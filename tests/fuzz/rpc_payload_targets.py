@@ -17,6 +17,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast.channel import BroadcastChannel
 from gradwire.rpc.channels.bulk.buffers import BufferCache
 from gradwire.rpc.channels.bulk.channel import BulkChannel
+from gradwire.rpc.channels.channels import Channels
 from gradwire.rpc.channels.chunked import ChunkedChannel
 from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
 from gradwire.rpc.channels.cuda.receiving import MAX_MAPPED
@@ -103,27 +104,26 @@ class _Channels:
         executor: Any = _Executor()
         handshake: Any = None
         sockets: Any = SimpleNamespace(
-            listen=lambda _listener: None, on_malformed=lambda *_: None, close=partial(asyncio.sleep, 0)
+            has_socket=lambda _peer: True,
+            listen=lambda _listener: None,
+            on_malformed=lambda *_: None,
+            close=partial(asyncio.sleep, 0),
         )
         self.ended: list[object] = []
-        self.memory = SharedMemoryChannel(_loop, executor, OPTIONS)
+        self.memory = SharedMemoryChannel(_loop, executor, OPTIONS, lambda _peer: True)
         chunked = ChunkedChannel(_loop, handshake, self.ended.append, OPTIONS, lambda *end: self.ended.append(end))
-        self.bulk = BulkChannel(_loop, sockets, executor, chunked, OPTIONS, lambda _peer: True, BufferCache(MIB))
+        self.bulk = BulkChannel(_loop, sockets, executor, chunked, OPTIONS, BufferCache(MIB))
         self.devices = _Devices(self.memory)
-        self.router = ChannelRouter(
-            OPTIONS,
-            ME.id,
+        channels = Channels(
             small=InlineChannel(),
             bulk=self.bulk,
             chunked=chunked,
             local=LocalChannel(),
             shared_memory=self.memory,
             cuda_ipc=self.devices.channel,
-            broadcast=BroadcastChannel(
-                _loop, ME.id, chunked, self.memory, lambda _peer: True, OPTIONS, BroadcastOptions()
-            ),
-            has_socket=lambda _peer: True,
+            broadcast=BroadcastChannel(_loop, ME.id, chunked, self.memory, OPTIONS, BroadcastOptions()),
         )
+        self.router = ChannelRouter(OPTIONS, ME.id, channels, lambda _peer: True)
         peer = self.memory.listener(PEER.id)
         peer.connect(SimpleNamespace(flush_released=lambda: None))
         for number in (1, 2):

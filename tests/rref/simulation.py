@@ -241,7 +241,7 @@ class SimulatedNetwork:
 
     def __init__(self, machine: Machine) -> None:
         self.me = machine.info
-        self.peers = Peers()
+        self.peers = Peers(self.me)
         self.fail_next = False
         self.cuda_ipc = SimpleNamespace(staging=None)
         self.broadcasts = None

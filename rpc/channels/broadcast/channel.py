@@ -85,7 +85,6 @@ class BroadcastChannel:
         me: int,
         chunked: SendingChannel,
         shared_memory: SharedMemoryChannel,
-        shares_memory: Callable[[int], bool],
         limits: ChannelOptions,
         options: BroadcastOptions,
     ) -> None:
@@ -96,7 +95,6 @@ class BroadcastChannel:
             me: the id of this worker.
             chunked: carries payloads that are not broadcast after all.
             shared_memory: shares payloads among workers of this host.
-            shares_memory: returns whether payloads for the worker with an id go through shared memory.
             limits: the size of the largest payload that is received.
             options: whether, and from which size on, payloads are broadcast.
         """
@@ -104,7 +102,6 @@ class BroadcastChannel:
         self._me = me
         self._chunked = chunked
         self._shared_memory = shared_memory
-        self._shares_memory = shares_memory
         self._limits = limits
         self._options = options
         self._dependencies: BroadcastDependencies | None = None
@@ -139,7 +136,9 @@ class BroadcastChannel:
         if not self._options.enabled or len(others) < 2 or nbytes < self._options.threshold:
             return ()
         return {
-            peer for peer in others if self._shares_memory(peer) and not self._shared_memory.is_connected(peer)
+            peer
+            for peer in others
+            if self._shared_memory.may_connect(peer) and not self._shared_memory.is_connected(peer)
         }
 
     def broadcast(self, receivers: Collection[int]) -> Broadcast | None:
@@ -147,7 +146,7 @@ class BroadcastChannel:
         others = sorted(set(receivers) - {self._me})
         if not self._options.enabled or len(others) < 2:
             return None
-        distant = tuple(peer for peer in others if not self._shares_memory(peer))
+        distant = tuple(peer for peer in others if not self._shared_memory.may_connect(peer))
         group = distant if len(distant) > 1 and self._may_form(distant) else ()
         segments = self._shared_memory.broadcast(others)
         if not group and segments is None:

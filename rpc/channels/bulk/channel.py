@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, final
 
@@ -54,7 +53,6 @@ class BulkChannel:
         executor: Executor,
         chunked: SendingChannel,
         options: ChannelOptions,
-        has_socket: Callable[[int], bool],
         cache: BufferCache,
     ) -> None:
         """Connects to nobody yet.
@@ -65,8 +63,6 @@ class BulkChannel:
             executor: its threads read and write.
             chunked: carries payloads where there are no connections.
             options: the number of connections, and the size of payloads.
-            has_socket: tells by the id of a worker whether its envelopes travel by a socket beside the gRPC
-                stream; only then are there bulk connections.
             cache: allocates the memory of payloads. Cleared when nothing has been received for a while, and closed
                 with this channel.
         """
@@ -75,7 +71,6 @@ class BulkChannel:
         self._executor = executor
         self._chunked = chunked
         self._options = options
-        self._has_socket = has_socket
         self._numbers = itertools.count(1)
         self._sending: dict[int, SendingBundle] = {}
         """By receiver."""
@@ -123,7 +118,7 @@ class BulkChannel:
         return payload, start_and_connect
 
     def _may_connect(self, peer: int) -> bool:
-        return self._has_socket(peer) and time.monotonic() >= self._next_attempt.get(peer, 0.0)
+        return self._sockets.has_socket(peer) and time.monotonic() >= self._next_attempt.get(peer, 0.0)
 
     def _connect(self, peer: int) -> None:
         if self._may_connect(peer) and peer not in self._sending and peer not in self._lost:

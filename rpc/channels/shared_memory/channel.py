@@ -38,14 +38,22 @@ class SharedMemoryChannel:
 
     name: ClassVar[str] = "segment"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor, options: ChannelOptions) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        executor: Executor,
+        options: ChannelOptions,
+        may_connect: Callable[[int], bool],
+    ) -> None:
         """Shares nothing yet.
 
         Args:
             loop: the agent's event loop.
             executor: its threads unmap what is not used any more.
             options: the bounds.
+            may_connect: tells by the id of a worker whether there can be a unix socket to it.
         """
+        self.may_connect = may_connect
         self._loop = loop
         self._options = options
         self._unmapper = Unmapper(executor)

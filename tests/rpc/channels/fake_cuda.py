@@ -24,7 +24,7 @@ from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc import grpc_backend
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.agent.network import Network
+from gradwire.rpc.agent.network import Network, NetworkSeams
 from gradwire.rpc.channels.cuda.runtime import DeviceError
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.wire.strides import span
@@ -285,7 +285,7 @@ def install(uuids: Sequence[str], **options: Any) -> FakeGpus:
 
 
 def _start(**arguments: Any) -> GrpcAgent:
-    factories = AgentFactories(network=partial(Network, load_devices=lambda: gpus))
+    factories = AgentFactories(network=partial(Network, seams=NetworkSeams(load_devices=lambda: gpus)))
     make_agent = partial(GrpcAgent, extensions=DEFAULT_EXTENSIONS, factories=factories)
     with patch.object(grpc_backend, "Member", partial(Member, device_count=len(gpus.uuids))):
         return grpc_backend.start_agent(**arguments, make_agent=make_agent)

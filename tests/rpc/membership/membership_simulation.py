@@ -131,19 +131,17 @@ class SimulatedWorker(WorkerWatcher):
         self.greetings: dict[int, Greeting] = {}
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         endpoint: Any = _Endpoint(self)
-        self.peers = Peers()
-        self.follower = RosterFollower(info, roster, self.peers, self)
+        self.peers = Peers(info)
+        self.follower = RosterFollower(roster, self.peers, self)
         self._updates = RosterUpdates(info, roster, self, self.follower.follow)  # type: ignore[arg-type]
         self.handshake = Handshake(group.name, info, self.peers.by_id, self._updates.learn, endpoint)
         self.evictions = Evictions(
-            info,
             group.loop,
             self,  # type: ignore[arg-type]
             self.peers,
-            roster,
+            self.follower,
             LIVENESS.lease,
             None,  # type: ignore[arg-type] # `_is_agreed` below takes its place
-            self.follower.follow,
         )
         self._parts = simulated_parts(
             partial(_Stream, self),
@@ -407,7 +405,7 @@ class SimulatedGroup:
 
     def _is_agreed(self, evictions: Evictions, peer: WorkerInfo) -> bool:
         """Asks all others about a member, as vouching.py does, but at one moment."""
-        me = self.workers[evictions._me.wire_id]
+        me = self.workers[evictions._peers.me.wire_id]
         verdict = verdict_of(
             self._vote(me, self.workers[member.info.wire_id], peer)
             for member in me.roster.members()
