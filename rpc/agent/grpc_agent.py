@@ -334,7 +334,7 @@ class GrpcAgent(RpcAgent):
 
     def traffic(self) -> Mapping[str, int]:
         """Returns the messages and bytes that this worker has sent and received."""
-        return sum_up(peer.traffic for peer in self.peers.all())
+        return sum_up(peer.traffic for peer in self.peers.all() if peer.is_used)
 
     def debug_info(self) -> Mapping[str, Any]:
         """Returns counts of live objects and of what has been sent (bytes of bodies and tensors)."""
@@ -352,7 +352,9 @@ class GrpcAgent(RpcAgent):
             "links": self.peers.describe(),
             "lost_workers": {each.info.name: each.end.reason for each in peers if each.end is not None},
             **self.traffic(),
-            "traffic": {each.info.name: each.traffic.as_json() for each in peers if each.traffic.is_used},
+            "traffic": {
+                each.info.name: each.traffic.as_json() for each in peers if each.is_used and each.traffic.is_used
+            },
             "refused_messages": dict(self._values.refused),
             "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),

@@ -88,7 +88,7 @@ class ControlStreams(WorkerWatcher):
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""
-        return sum(len(peer.control) for peer in self._peers.all())
+        return sum(len(peer.control) for peer in self._peers.all() if peer.is_used)
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""

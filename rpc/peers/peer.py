@@ -12,10 +12,10 @@ again in its place has another one. This worker is a peer of its own, which has 
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
@@ -107,6 +107,7 @@ class Peer:
 
     __slots__ = (
         "_is_closing",
+        "_made",
         "_parts",
         "absence",
         "backlog",
@@ -127,6 +128,19 @@ class Peer:
         "unsent",
         "window",
     )
+
+    changes: Changes
+    """Tells what becomes of it."""
+    window: Window
+    """The calls to it that are in flight."""
+    received: ReceivedQueue
+    """The requests of it that wait for a thread."""
+    backlog: Backlog
+    """What it has not read of the answers to it."""
+    control: ControlStream
+    """The control messages to it, and from it."""
+    traffic: Traffic
+    """What has gone between it and this worker."""
 
     def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
         """Is not connected, and not let in.
@@ -149,17 +163,10 @@ class Peer:
         """How often its connection broke."""
         self.unsent: Collection[bytes] = ()
         """The beginnings of the envelopes that had not left this process when its connection broke."""
-        self.changes = parts.make_changes(info)
-        self.window = Window(info)
-        """The calls to it that are in flight."""
-        self.received = ReceivedQueue()
-        """The requests of it that wait for a thread."""
-        self.backlog = Backlog(info, self.queued_bytes)
-        """What it has not read of the answers to it."""
+        self._made: dict[str, Any] = {}
+        """Those of the parts above that have been used, by name."""
         self.parked_requests = self.parked_bytes = 0
         """The requests of it that wait without a thread. Guarded by the lock of ServedCalls."""
-        self.control = ControlStream(info)
-        self.traffic = Traffic()
         self.stream: GrpcStream | None = None
         """Its connection. None for this worker itself, and for a worker that is lost."""
         self.link: Link | None = None
@@ -171,6 +178,19 @@ class Peer:
             self.link = Link(self, member.address, parts.links)
             transport = self.stream = parts.streams.make(self, member.address)
         self.transport = parts.wrap(transport, info)
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes a part when it is first used: most workers of a large group never talk to each other."""
+        if (make := _PARTS.get(name)) is None:
+            raise AttributeError(name)
+        part = self._made.setdefault(name, make(self))  # one, whoever else makes one at the same time
+        setattr(self, name, part)
+        return part
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there has been anything to do with it."""
+        return bool(self._made)
 
     @property
     def is_me(self) -> bool:
@@ -396,3 +416,13 @@ class Peer:
         if self.stream is not None:
             self._parts.streams.refuse(self.stream, reason)
             self.stream, self.transport = None, self._parts.wrap(ENDED, self.info)
+
+
+_PARTS: Mapping[str, Callable[[Peer], Any]] = {
+    "backlog": lambda peer: Backlog(peer.info, peer.queued_bytes),
+    "changes": lambda peer: peer._parts.make_changes(peer.info),
+    "control": lambda peer: ControlStream(peer.info),
+    "received": lambda _: ReceivedQueue(),
+    "traffic": lambda _: Traffic(),
+    "window": lambda peer: Window(peer.info),
+}
