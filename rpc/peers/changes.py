@@ -28,7 +28,7 @@ class Changes:
 
         Args:
             worker: the peer.
-            watchers: are told in this order: see WorkerWatcher.
+            watchers: are told in this order: see WorkerWatcher. Others may be added before there is a connection.
             executor: its threads handle what may take its time.
         """
         self._worker = worker
@@ -61,7 +61,7 @@ class Changes:
         self._tell(lambda each: each.note_lost(worker, end), lambda each: each.on_worker_lost(worker, end))
 
     def _tell(self, note: Change, handle: Change) -> None:
-        tasks = [note(watcher) for watcher in self._watchers]
+        tasks = [self._try(note, watcher) for watcher in self._watchers]
         for task in tasks:  # when all have noted it: what runs then may make calls
             if callable(task):
                 self._executor.submit(task)
@@ -74,11 +74,16 @@ class Changes:
         """Runs on a thread of the executor."""
         while True:
             for watcher in self._watchers:
-                try:
-                    self._handling[0](watcher)
-                except Exception:  # which must not keep the others from being told
-                    log.exception("a change of worker %s cannot be handled", self._worker.name)
+                self._try(self._handling[0], watcher)
             with self._lock:
                 self._handling.popleft()
                 if not self._handling:
                     return
+
+    def _try(self, change: Change, watcher: WorkerWatcher) -> object:
+        """Tells a watcher of a change. What it raises must not keep the others from being told."""
+        try:
+            return change(watcher)
+        except Exception:
+            log.exception("a change of worker %s cannot be handled", self._worker.name)
+            return None
