@@ -1,10 +1,10 @@
 """The agent on gRPC, put together from its parts.
 
 A request goes straight down: `caller` has its value pickled and registers it, `codec` encodes it (the extensions
-add their headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. A
-message goes straight up: `network` collects its payloads, `dispatcher` hands it to a thread of the executor, and
-there `server` decodes it, runs its handler and sends the answer, or `caller` completes the call that it answers.
-A thread that waits for an answer may read it itself.
+add their headers) and puts tensor bytes into channels, and the receiver's `Peer` has its transport send the
+envelope. A message goes straight up: the sender's `Peer` collects its payloads, `dispatcher` hands it to a thread
+of the executor, and there `server` decodes it, runs its handler and sends the answer, or `caller` completes the
+call that it answers. A thread that waits for an answer may read it itself.
 """
 
 import time
@@ -128,10 +128,10 @@ class GrpcAgent(RpcAgent):
             self._caller, self._server, self._control, self._received, self._extensions, self._executor
         )
         self._watchers: list[WorkerWatcher] = [
+            self._server,  # first: nothing of a lost worker begins after the program has been told
             self._worker_events,
             self._failures,
             self._caller,
-            self._server,
             self._control,
             self._all_gather_service,
         ]

@@ -224,7 +224,7 @@ class Network:
         self._events.loop.call_soon_threadsafe(self.let_in)
 
     def add(self, member: Member) -> None:
-        """Adds a worker, which is not let in yet."""
+        """Adds a worker. It is let in from now on, unless nobody is yet: see `admit`."""
         self.peers.add(Peer(member, self._parts, is_me=member.info.wire_id == self.me.wire_id))
 
     def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:

@@ -11,9 +11,9 @@ __all__ = ["WorkerWatcher"]
 class WorkerWatcher:
     """Is told what becomes of the other workers. What a class does not override does nothing.
 
-    - `note_…` is called at once, on the agent's event loop, before anything else comes from the worker or goes to
-      it. It must not block. What `note_suspect` and `note_back` return, if anything, is run on a thread of its own
-      when all watchers have noted the change, and may wait until the worker is back.
+    - `note_…` is called at once, on the agent's event loop: of a worker that is suspect, before anything comes by
+      its next connection. It must not block. What `note_suspect` and `note_back` return, if anything, is run on a
+      thread of the executor when all watchers have noted the change, and may wait until the worker is back.
     - `on_worker_…` follows on a thread of the executor, when the earlier changes of the same worker are handled.
       It must not wait for other workers.
     """

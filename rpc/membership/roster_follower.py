@@ -21,7 +21,7 @@ class Membership(Protocol):
         """Adds a member that is unknown here."""
 
     def let_in(self) -> None:
-        """Accepts connections of all members that have been added."""
+        """Has this worker say in its hellos how far it knows the log, and accept the members if it has not."""
 
     def on_joined(self, worker: WorkerInfo) -> None:
         """Handles a member that has joined after this worker. Connections of it are accepted."""

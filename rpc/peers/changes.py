@@ -67,8 +67,9 @@ class Changes:
                 self._executor.submit(task)
         with self._lock:
             self._handling.append(handle)
-            if len(self._handling) == 1:
-                self._executor.submit(self._handle_each)
+            is_first = len(self._handling) == 1
+        if is_first:
+            self._executor.submit(self._handle_each)
 
     def _handle_each(self) -> None:
         """Runs on a thread of the executor."""

@@ -170,7 +170,7 @@ class ControlStreams(WorkerWatcher):
         """Sends what waits. Runs on the control thread."""
         stream.is_flush_planned = False
         peer = self._peers.by_id[stream.worker.wire_id]
-        while True:
+        while stream.waits:
             if (absence := peer.absence) is not None:
                 if absence.is_lost:
                     self._settle_all(stream, absence.as_error(stream.worker.name))

@@ -143,7 +143,7 @@ class Peer:
     """What has gone between it and this worker."""
 
     def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
-        """Is not connected, and not let in.
+        """Is not connected.
 
         Args:
             member: the worker.
@@ -162,7 +162,8 @@ class Peer:
         self.breaks = 0
         """How often its connection broke."""
         self.unsent: Collection[bytes] = ()
-        """The beginnings of the envelopes that had not left this process when its connection broke."""
+        """The beginnings of the envelopes that had not left this process when its connection broke, while that is
+        handled."""
         self._made: dict[str, Any] = {}
         """Those of the parts above that have been used, by name."""
         self.parked_requests = self.parked_bytes = 0
@@ -210,7 +211,7 @@ class Peer:
     @property
     def refusal(self) -> str:
         """Why it is let in no more; empty if it is."""
-        return self.absence.end.reason if self.absence is not None else ""
+        return self.end.reason if self.end is not None else ""
 
     # Sending.
 
@@ -361,9 +362,14 @@ class Peer:
         if self.stream is not None:
             self.stream.send_frame(frame)
 
+    def begin_to_close(self) -> None:
+        """Reports nothing that becomes of it any more. Called on the event loop."""
+        self._is_closing = True
+        if self.link is not None:
+            self.link.close()
+
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Says goodbye: see `Transport.close`."""
-        self._is_closing = True
         await self.transport.close(drain, end, dial=dial)
 
     # What becomes of it: on the event loop.
@@ -380,6 +386,7 @@ class Peer:
         self.absence = Absence(end, waits=waits)
         self.unsent = unsent
         self.changes.suspect(end.reason)
+        self.unsent = ()  # whoever is told at once has taken them
 
     def reconnect(self) -> None:
         """Sends again."""

@@ -27,9 +27,9 @@ class Peers:
 
     def add(self, peer: Peer) -> None:
         """Adds a peer, which takes the place of those that had its name or its rank."""
+        self.by_id[peer.id] = peer  # first: who is found by name is looked up by id then
         self.by_name[peer.info.name] = peer
         self._by_rank[peer.info.id] = peer
-        self.by_id[peer.id] = peer
 
     def of(self, worker: WorkerInfo) -> Peer:
         """Returns the peer that a worker is."""
@@ -85,8 +85,7 @@ class Peers:
     def close(self) -> None:
         """Reports nothing that becomes of them any more. Called on the event loop."""
         for peer in self.all():
-            if peer.link is not None:
-                peer.link.close()
+            peer.begin_to_close()
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the state of each link by the worker's name: see `Link.describe`."""

@@ -434,7 +434,8 @@ class Caller(WorkerWatcher):
             peer = self._peers.find(name)
         except UnknownWorkerError:
             return None
-        return peer if peer.absence is None or peer.absence.waits else None
+        absence = peer.absence
+        return peer if absence is None or absence.waits else None
 
     # Answers.
 
@@ -651,6 +652,7 @@ class Caller(WorkerWatcher):
             if call.peer is peer:
                 self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(peer.unsent))
         self.unanswered.drop_all(peer)
+        peer.unsent = ()
 
     def count_unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""

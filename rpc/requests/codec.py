@@ -32,7 +32,7 @@ CONFIRMED = "call.confirmed"
 
 @final
 class Codec:
-    """Encodes the messages of one agent into its network, and decodes those that arrive."""
+    """Encodes the messages of one agent for its peers, and decodes those that arrive."""
 
     def __init__(
         self,

@@ -90,8 +90,11 @@ class ServedCalls:
 
     def begin(self, call: ServedCall) -> NotBegun | None:
         """Has a request begin to run; returns why it does not if it does not."""
-        if self.waiting.pop(call.key, None) is None:
-            return NotBegun.CANCELLED if may_begin(call.source) else NotBegun.ABANDONED
+        is_waiting = self.waiting.pop(call.key, None) is not None
+        if call.source.end is not None and not may_begin(call.source):
+            return NotBegun.ABANDONED
+        if not is_waiting:
+            return NotBegun.CANCELLED
         if call.deadline and time.monotonic() >= call.deadline:
             return NotBegun.EXPIRED
         call.state = ServedState.RUNNING
