@@ -18,12 +18,12 @@ from gradwire import autograd, rpc
 from gradwire.optim import DistributedOptimizer
 
 REACHED = {
-    "noop": (122, 141),
-    "add": (134, 166),
+    "noop": (125, 142),
+    "add": (137, 168),
     "rpc_async": (141, 155),
     "method": (150, 152),
-    "remote": (320, 360),
-    "backward": (685, 768),
+    "remote": (322, 362),
+    "backward": (690, 772),
     "linear": (905, 945),
     "pipeline": (12_900, 13_500),
 }
