@@ -142,7 +142,7 @@ class PassCoordinator:
         """
         if self._one_answer:
             self.flush()
-            self._take_gradients(self._workers[0], self._parts[0].wait_alone())
+            self._take_gradients(self._workers[0], self._parts[0].wait_for_answer())
             self._parts.clear()
 
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class PassCoordinator:
         for part in self._parts:
             try:
                 if self._one_answer:
-                    part.wait_alone()
+                    part.wait_for_answer()
                 else:
                     part.wait()
             except Exception as error:

@@ -71,4 +71,4 @@ def _ask(agent: RpcAgent, kind: MessageType.ValueType, requests: Mapping[int, ob
         for worker, value in requests.items()
     }
     with agent.blocking():
-        return {worker: future.wait_alone() for worker, future in futures.items()}
+        return {worker: future.wait_for_answer() for worker, future in futures.items()}

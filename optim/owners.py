@@ -25,7 +25,7 @@ def wait_for_owners(futures: Mapping[WorkerInfo, Future[Any]], activity: str) ->
     errors: dict[WorkerInfo, Exception] = {}
     for owner, future in futures.items():
         try:
-            results[owner] = future.wait_alone()
+            results[owner] = future.wait_for_answer()
         except Exception as error:
             errors[owner] = error
     if errors:

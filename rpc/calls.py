@@ -272,7 +272,7 @@ def rpc_sync(
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
     mode = RPCExecMode.SYNC
-    return send_call(to, func, args, kwargs, timeout, mode=mode, idempotent=idempotent).wait_alone()
+    return send_call(to, func, args, kwargs, timeout, mode=mode, idempotent=idempotent).wait_for_answer()
 
 
 @overload

@@ -111,7 +111,7 @@ class RRef(Generic[T_co]):
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
-        value: T_co = self._fetch(handle, seconds).wait_alone()
+        value: T_co = self._fetch(handle, seconds).wait_for_answer()
         return value
 
     async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
@@ -236,7 +236,7 @@ class RRef(Generic[T_co]):
         return self._made_by
 
     def _call_sync(self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait_alone()
+        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait_for_answer()
 
     def _call_async(
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -93,7 +93,7 @@ class Network:
             group: the name of the group, unique among all groups.
             roster: the log of joins and leaves; None in a group that nobody joins or leaves.
             executor: its threads read the sockets.
-            seams: exchanged by tests.
+            seams: for fault injection and tests.
         """
         self.me = me
         self._roster = roster
@@ -108,12 +108,12 @@ class Network:
         self._events.run(self._build(group))
 
     async def _build(self, group: str) -> None:
-        loop, executor, channels = self._events.loop, self._executor, self._options.channels
+        loop, executor, limits = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
         roster = self._roster
         learn = RosterUpdates(self.me, roster, executor, self._follow).learn if roster is not None else None
         self._handshake = Handshake(group, self.me, self.peers.by_id, learn, self._endpoint)
-        memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels, self._may_share_memory)
+        memory = self._shared_memory = SharedMemoryChannel(loop, executor, limits, self._may_share_memory)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
         bulk = BulkSockets(
@@ -123,7 +123,7 @@ class Network:
             loop, executor, memory, self._send_frame, self._options, self._seams.load_devices
         )
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
-        pulse, cache = Pulse(), BufferCache(channels.max_cached_bytes)
+        pulse, cache = Pulse(), BufferCache(limits.max_cached_bytes)
         self._pulse = pulse
         same_host, allocate = self._is_on_this_host, cache.allocate
         parts = SocketParts(kinds, sockets, executor, same_host, memory.listener, listeners, pulse, allocate)
@@ -132,24 +132,23 @@ class Network:
         if roster is not None:
             self._follower = RosterFollower(roster, self.peers, self)
         self._vouching = Vouching(group, self._endpoint, self.peers, executor)
-        ask = self._vouching.ask_others
-        self._evictions = Evictions(loop, executor, self.peers, self._follower, liveness.lease, ask)
+        self._evictions = Evictions(
+            loop, executor, self.peers, self._follower, liveness.lease, self._vouching.ask_others
+        )
         heartbeats = Heartbeats(loop, liveness, pulse)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, parts, heartbeats), self.peers.by_id)
-        chunks = ChunkedChannel(loop, self._handshake, self._open_channel, channels, self._abort, self._break_off)
-        self.broadcasts = BroadcastChannel(
-            loop, self.me.wire_id, chunks, memory, channels, self._options.broadcasts
-        )
-        made = Channels(
+        chunks = ChunkedChannel(loop, self._handshake, self._open_channel, limits, self._abort, self._break_off)
+        self.broadcasts = BroadcastChannel(loop, self.me.wire_id, chunks, memory, limits, self._options.broadcasts)
+        channels = Channels(
             small=InlineChannel(),
-            bulk=BulkChannel(loop, bulk, executor, chunks, channels, cache),
+            bulk=BulkChannel(loop, bulk, executor, chunks, limits, cache),
             chunked=chunks,
             local=LocalChannel(),
             shared_memory=memory,
             cuda_ipc=self.cuda_ipc,
             broadcast=self.broadcasts,
         )
-        self._router = ChannelRouter(channels, self.me.wire_id, made, self._has_socket)
+        self._router = ChannelRouter(limits, self.me.wire_id, channels, self._has_socket)
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
         transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
@@ -234,10 +233,6 @@ class Network:
         """Accepts connections of all members. Called on the event loop."""
         version = self._roster.version if self._roster is not None else RosterVersion()
         self._handshake.open(version)
-
-    def on_joined(self, worker: WorkerInfo) -> None:
-        """Reports a member that has joined."""
-        self.peers.of(worker).changes.joined()
 
     def transport_names(self) -> dict[str, str]:
         """Returns the name of the transport to each member, by the member's name."""

@@ -119,17 +119,15 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Blocks until the call is done; returns its result or raises its exception."""
-        return self._wait(reads=False)
+        return self.wait_for_answer(reads=False)
 
-    def wait_alone(self) -> T:
-        """Waits as `wait` does, for a future that no other thread has and that has no callbacks.
+    def wait_for_answer(self, *, reads: bool = True) -> T:
+        """Waits as `wait` does.
 
-        So this thread may read the answer itself. Callbacks, which torch runs where a future is completed, would
-        hold it up.
+        Args:
+            reads: whether this thread may read the answer itself. Not if another thread has the future, or there
+                are callbacks, which torch runs where a future is completed: they would hold it up.
         """
-        return self._wait(reads=True)
-
-    def _wait(self, *, reads: bool) -> T:
         try:
             if not self.done():
                 executor = self._executor

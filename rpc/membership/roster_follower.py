@@ -5,7 +5,6 @@ from typing import Protocol, final
 
 from ...errors import LossCause
 from ..contracts.member import Member
-from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..peers.peers import Peers
 from .roster import Departed
@@ -22,9 +21,6 @@ class Membership(Protocol):
 
     def let_in(self) -> None:
         """Has this worker say in its hellos how far it knows the log, and accept the members if it has not."""
-
-    def on_joined(self, worker: WorkerInfo) -> None:
-        """Handles a member that has joined after this worker. Connections of it are accepted."""
 
 
 @final
@@ -71,7 +67,7 @@ class RosterFollower:
             for peer in self._peers.all():
                 peer.evicted(self._peers.me.name, me.reason or me.why)
         for member in joined:
-            self._membership.on_joined(member.info)
+            self._peers.of(member.info).changes.joined()
 
     def close(self) -> None:
         """Takes in nothing any more. Called on any thread."""

@@ -109,6 +109,7 @@ class Peer:
         "_is_closing",
         "_made",
         "_parts",
+        "_unsent",
         "absence",
         "backlog",
         "breaks",
@@ -125,7 +126,6 @@ class Peer:
         "stream",
         "traffic",
         "transport",
-        "unsent",
         "window",
     )
 
@@ -161,9 +161,7 @@ class Peer:
         """How it ended, if it is lost."""
         self.breaks = 0
         """How often its connection broke."""
-        self.unsent: Collection[bytes] = ()
-        """The beginnings of the envelopes that had not left this process when its connection broke, while that is
-        handled."""
+        self._unsent: Collection[bytes] = ()
         self._made: dict[str, Any] = {}
         """Those of the parts above that have been used, by name."""
         self.parked_requests = self.parked_bytes = 0
@@ -384,9 +382,8 @@ class Peer:
     def suspect(self, end: WorkerEnd, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles that it does not answer; see LinkOwner."""
         self.absence = Absence(end, waits=waits)
-        self.unsent = unsent
+        self._unsent = unsent
         self.changes.suspect(end.reason)
-        self.unsent = ()  # whoever is told at once has taken them
 
     def reconnect(self) -> None:
         """Sends again."""
@@ -399,11 +396,16 @@ class Peer:
     def lose(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles its loss; see LinkOwner."""
         self.absence, self.end = Absence(end, is_lost=True), end
-        self.unsent = unsent
+        self._unsent = unsent
         self._refuse(end.reason)
         for channel in self._parts.router.channels:
             channel.drop_peer(self.id, end.reason)
         self.changes.lost(end)
+
+    def take_unsent(self) -> Collection[bytes]:
+        """Returns, once, the beginnings of the envelopes that were queued when its connection broke, or ended."""
+        unsent, self._unsent = self._unsent, ()
+        return unsent
 
     def evicted(self, me: str, reason: str) -> None:
         """Handles that this worker, which has this name, is no member any more: it can call nobody."""

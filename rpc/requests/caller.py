@@ -608,7 +608,7 @@ class Caller(WorkerWatcher):
         spared = {State.NEW, State.POSTPONED} if waits else {State.NEW}
         concerned = [call for call in in_flight.values() if call.peer is peer and call.state not in spared]
         failed = sent - in_flight.keys()
-        return partial(self._fail_suspect, peer, reason, peer.unsent, concerned, failed)
+        return partial(self._fail_suspect, peer, reason, peer.take_unsent(), concerned, failed)
 
     def _fail_suspect(
         self,
@@ -648,11 +648,11 @@ class Caller(WorkerWatcher):
         """Fails the calls to a worker that is lost."""
         peer = self._peers.of(worker)
         self._flow_control.release_all(peer.window)  # first: callbacks may make calls that wait for capacity
+        unsent = peer.take_unsent()
         for call in self.in_flight.copy().values():
             if call.peer is peer:
-                self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(peer.unsent))
+                self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
         self.unanswered.drop_all(peer)
-        peer.unsent = ()
 
     def count_unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""

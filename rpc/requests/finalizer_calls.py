@@ -81,13 +81,14 @@ class _FinalizerFuture(Future[Any]):
 
     is_collecting_here: Callable[[], bool]
 
-    def _wait(self, *, reads: bool) -> Any:  # noqa: ARG002
+    def wait_for_answer(self, *, reads: bool = True) -> Any:  # noqa: ARG002
+        """Waits, unless a finalizer would wait for what it has interrupted."""
         if not self.done() and self.is_collecting_here():
             interrupted = under_finalizer()
             if interrupted is None or may_have_lock(interrupted):
                 log.debug("a finalizer does not wait for %s on worker %s", self.operation, self.worker)
                 return None
-        return super()._wait(reads=False)  # another thread has sent it
+        return super().wait_for_answer(reads=False)  # another thread has sent it
 
 
 def _send(send: Callable[[], Future[Any]], answer: Future[Any]) -> None:

@@ -36,7 +36,7 @@ def interrupt_at_each_moment(path: str, value: torch.Tensor) -> int:
         interruption = Interruption(moment, lambda: os.write(pipe, b"x"))
         try:
             with interruption:
-                values.append(future.wait_alone())
+                values.append(future.wait_for_answer())
             if interruption.waits:  # else another thread has, with fewer moments: once more
                 uninterrupted += 1
                 moment += 1

@@ -37,7 +37,7 @@ def wait_and_interrupt(rounds: int) -> int:
                 while True:
                     turn += 1
                     future = rpc.rpc_async(f"worker{1 + turn % 2}", identity, (number,))
-                    assert future.wait_alone() == number
+                    assert future.wait_for_answer() == number
         except KeyboardInterrupt:
             interrupts += 1
         assert future is None or future.wait() == number
@@ -75,7 +75,7 @@ def interrupt_large_answers(rounds: int) -> int:
             with ctrl_c_within(1e-3, chance):
                 while True:
                     futures.append(rpc.rpc_async("worker1", identity, (tensor,)))
-                    futures[-1].wait_alone()
+                    futures[-1].wait_for_answer()
         except KeyboardInterrupt:
             interrupts += 1
         received = [future.wait() for future in futures]
@@ -203,7 +203,7 @@ def test_a_wait_ends_when_another_thread_completes_the_call(two_workers):
         timer.start()
         waits.set()
         with pytest.raises(RpcCancelledError):
-            future.wait_alone()
+            future.wait_for_answer()
         timer.join()
 
     a.run(wait_and_cancel)

@@ -178,9 +178,6 @@ class SimulatedWorker(WorkerWatcher):
     def let_in(self) -> None:
         self.handshake.open(self.roster.version)
 
-    def on_joined(self, worker: WorkerInfo) -> None:
-        pass
-
     # A WorkerWatcher, and an Executor for what it does not handle.
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:
