@@ -11,11 +11,11 @@ __all__ = ["WorkerWatcher"]
 class WorkerWatcher:
     """Is told what becomes of the other workers. What a class does not override does nothing.
 
-    - `note_…` is called at once, on the agent's event loop: of a worker that is suspect, before anything comes by
-      its next connection. It must not block. What `note_suspect` and `note_back` return, if anything, is run on a
-      thread of the executor when all watchers have noted the change, and may wait until the worker is back.
-    - `on_worker_…` follows on a thread of the executor, when the earlier changes of the same worker are handled.
-      It must not wait for other workers.
+    - `note_…` is called at once, on the agent's event loop. For a suspect worker that is before anything comes by
+      its next connection. It must not block. If `note_suspect` or `note_back` returns a function, that is run on a
+      thread of the executor, after all watchers have noted the change; it may wait until the worker is back.
+    - `on_worker_…` is called later, on a thread of the executor, when the earlier changes of the same worker are
+      handled. It must not wait for other workers.
     """
 
     def note_joined(self, worker: WorkerInfo) -> None:

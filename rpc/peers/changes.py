@@ -1,4 +1,4 @@
-"""What becomes of a peer, told to everything that has to do with it: in one place, in one order."""
+"""Tells all watchers of the changes of a peer's state, in one order."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ class Changes:
     """The changes of one peer's state. Used on the event loop."""
 
     def __init__(self, worker: WorkerInfo, watchers: Sequence[WorkerWatcher], executor: Executor) -> None:
-        """Tells nothing yet.
+        """Makes what tells of the changes of one peer.
 
         Args:
             worker: the peer.

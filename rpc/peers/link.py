@@ -119,7 +119,7 @@ class Links:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, liveness: Liveness, addresses: Addresses, evictor: Evictor
     ) -> None:
-        """Has no links yet.
+        """Makes what the links of one agent share.
 
         Args:
             loop: the event loop.
@@ -153,7 +153,7 @@ class Link:
     """The link to one worker. Used on the event loop, except where other threads only read."""
 
     def __init__(self, owner: LinkOwner, address: str, links: Links) -> None:
-        """Is not connected.
+        """Makes the link to a worker, which is not connected.
 
         Args:
             owner: has the connection.

@@ -6,8 +6,8 @@ again in its place has another one. This worker is a peer of its own, which has 
 - Sending: whoever has a message for the worker calls `send`, which hands it to the transport.
 - Receiving: the transport calls `on_envelope`, and the channels collect the payloads; then it is a message.
 - Its life: the transport reports to the link whether it is connected, broken or closed. The link decides what
-  that means (link.py), and calls `disconnect`, `reconnect`, `suspect`, `back` or `lose`. All that has to do with
-  the worker is told, in one order (changes.py).
+  that means (link.py), and calls `disconnect`, `reconnect`, `suspect`, `back` or `lose`, which tell all watchers
+  in one order (changes.py).
 """
 
 import asyncio
@@ -143,7 +143,7 @@ class Peer:
     """What has gone between it and this worker."""
 
     def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
-        """Is not connected.
+        """Makes the peer of a worker, without a connection.
 
         Args:
             member: the worker.
