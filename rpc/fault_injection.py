@@ -30,7 +30,7 @@ from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
 from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
-from .channels.broadcast import channel as broadcast
+from .channels.broadcast import broadcasts
 from .collectives import all_gather
 from .contracts.extension import ExtensionFactory
 from .contracts.messages import MessageType
@@ -56,7 +56,7 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    kinds = [CONFIRMED, *all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS, *evictions.CONTROL_KINDS]
+    kinds = [CONFIRMED, *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS]
     return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
 
 

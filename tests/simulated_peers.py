@@ -46,7 +46,7 @@ def simulated_parts(
     messages: MessageListener | None = None,
     make_changes: Callable[[WorkerInfo], Changes] | None = None,
     links: Links | None = None,
-    writer: Callable[..., Any] | None = None,
+    make_channels: Callable[[Peer], Any] | None = None,
 ) -> PeerParts:
     """Returns what peers share.
 
@@ -55,7 +55,7 @@ def simulated_parts(
         messages: handles what arrives; None if nothing does.
         make_changes: see PeerParts; None if nobody is told.
         links: see PeerParts; None if none of them ever changes.
-        writer: makes a PayloadWriter, given a worker's id; None if all payloads are small.
+        make_channels: makes the channels to a peer; None if all payloads are small.
     """
     parts: Any = SimpleNamespace(
         streams=SimpleNamespace(
@@ -63,27 +63,21 @@ def simulated_parts(
             renew=lambda ended: ended,
             refuse=lambda *_: None,
         ),
-        router=SimpleNamespace(
-            channels=(),
-            writer=writer or _refuse_large,
-            can_withdraw=lambda *_: True,
-            withdraw=lambda *_: None,
-            queued_bytes=lambda _peer: 0,
-        ),
+        channels=SimpleNamespace(to=make_channels or _refuse_large),
         links=links if links is not None else SimpleNamespace(add=lambda _link: None, loop=None),
     )
     return PeerParts(
         parts.links,
         parts.streams,
         lambda transport, _worker: transport,
-        parts.router,
+        parts.channels,
         messages,  # type: ignore[arg-type]
         make_changes or (lambda worker: Changes(worker, (), SimpleNamespace(submit=lambda _task: None))),  # type: ignore[arg-type]
     )
 
 
-def _refuse_large(worker: int, _broadcast: object = None) -> NoReturn:
-    raise AssertionError(f"a message to worker {worker} is too large for its envelope")
+def _refuse_large(peer: Peer) -> NoReturn:
+    raise AssertionError(f"a message to worker {peer.info.name} is too large for its envelope")
 
 
 def silent_peer(

@@ -728,6 +728,7 @@ class Envelope(google.protobuf.message.Message):
     ATTACHED_FIELD_NUMBER: builtins.int
     ATTACHED_NBYTES_FIELD_NUMBER: builtins.int
     HAS_HEADERS_FIELD_NUMBER: builtins.int
+    HAS_PAYLOADS_FIELD_NUMBER: builtins.int
     NEEDED_VALUES_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
@@ -747,6 +748,8 @@ class Envelope(google.protobuf.message.Message):
     attached_nbytes: builtins.int
     has_headers: builtins.bool
     """extensions have added headers, or references"""
+    has_payloads: builtins.bool
+    """there are payloads outside it, or attached to it"""
     @property
     def body(self) -> Global___Payload:
         """the pickle, with tensors and references replaced by placeholders"""
@@ -808,11 +811,12 @@ class Envelope(google.protobuf.message.Message):
         attached: builtins.bytes = ...,
         attached_nbytes: builtins.int = ...,
         has_headers: builtins.bool = ...,
+        has_payloads: builtins.bool = ...,
         needed_values: collections.abc.Iterable[Global___GlobalId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "has_headers", b"has_headers", "id", b"id", "needed_values", b"needed_values", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "has_headers", b"has_headers", "has_payloads", b"has_payloads", "id", b"id", "needed_values", b"needed_values", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope

@@ -18,7 +18,7 @@ import torch
 from ...c10d.stores.prefix import PrefixStore
 from ...errors import NotInitializedError
 from ...proto.v1 import agent_pb2
-from ..channels.broadcast.channel import BroadcastDependencies
+from ..channels.broadcast.broadcasts import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
 from ..contracts.extension import ExtensionFactory
@@ -109,14 +109,16 @@ class GrpcAgent(RpcAgent):
         scheduler = factories.scheduler(f"gradwire-control-{info.name}", lambda: holder.bind_thread(self))
         self.control = self._control = factories.control(peers, values, scheduler)
         self._extensions = Extensions(packer)
-        self._codec = Codec(options, values, self._extensions, self._control, self._network.cuda_ipc.staging)
+        self._codec = Codec(
+            options, values, self._extensions, self._control, self._network.channels.devices.staging
+        )
         self._calls, self._flow_control = CallCounter(), FlowControl(options.flow_control)
         self._nesting = self._flow_control.nesting
         parts = CallParts(
             peers, self._extensions, self._executor, self._network.call_soon, self._calls, self._flow_control
         )
         self._caller = Caller(parts, self._codec, factories.deadlines)
-        self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.broadcasts)
+        self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.channels.broadcasts)
         self._received = ReceivedRequests(options.flow_control)
         self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
         backlogs = Backlogs(options.flow_control, self._network.call_soon)
@@ -166,11 +168,11 @@ class GrpcAgent(RpcAgent):
         self._worker_events.open([member.info for member in members])
         if store is not None:
             first = [member for member in members if member.info.wire_id == member.info.id]
-            self._network.broadcasts.open(
+            self._network.channels.broadcasts.open(
                 BroadcastDependencies(
                     store=store,
                     control=self.control,
-                    worker=self.incarnation,
+                    peer=lambda worker: self.peers.of(worker).channels,
                     on_resend=self.peers.of(self.info).traffic.sent_again,
                     may_form=Connectable(first, insecure=self.options.insecure),
                     insecure=self.options.insecure,
@@ -359,9 +361,9 @@ class GrpcAgent(RpcAgent):
             "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
-            "cuda": self._network.cuda_ipc.figures(self.workers()),
+            "cuda": self._network.channels.device_figures(),
             "flow_control": {each.info.name: self._flow_figures(each) for each in self.peers.current()},
-            "broadcast_groups": self._network.broadcasts.groups,
+            "broadcast_groups": self._network.channels.groups,
             **self._all_gather_service.describe(),
             **self._extensions.live_objects(),
         }

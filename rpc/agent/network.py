@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import grpc
@@ -10,19 +11,10 @@ import grpc
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
 from ...errors import RpcError
-from ...proto.v1 import agent_pb2
-from ..channels.broadcast.channel import BroadcastChannel
-from ..channels.bulk.buffers import BufferCache
-from ..channels.bulk.channel import BulkChannel
 from ..channels.channels import Channels
-from ..channels.chunked import ChunkedChannel
-from ..channels.cuda.channel import CudaIpcChannel
+from ..channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
 from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
-from ..channels.inline import InlineChannel
-from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter
-from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.control import ControlMessages
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
@@ -49,7 +41,7 @@ from ..transports.handshake import Handshake
 from ..transports.heartbeat import Heartbeats
 from ..transports.pulse import Pulse
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
-from ..transports.socket_parts import FrameListener, SocketParts
+from ..transports.socket_parts import SocketParts
 from ..transports.sockets import TCP, UNIX, SocketListener
 
 __all__ = ["Network", "NetworkSeams"]
@@ -113,20 +105,14 @@ class Network:
         roster = self._roster
         learn = RosterUpdates(self.me, roster, executor, self._follow).learn if roster is not None else None
         self._handshake = Handshake(group, self.me, self.peers.by_id, learn, self._endpoint)
-        memory = self._shared_memory = SharedMemoryChannel(loop, executor, limits, self._may_share_memory)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
-        bulk = BulkSockets(
-            loop, sockets, self.peers.incarnation, self._is_on_this_host, self._has_socket, self._send_frame
+        chunks = ChunkParts(loop, self._handshake, self._open_channel, limits)
+        self.channels = Channels(
+            executor, self._options, BulkSockets(loop, sockets), chunks, self._seams.load_devices
         )
-        self.cuda_ipc = CudaIpcChannel(
-            loop, executor, memory, self._send_frame, self._options, self._seams.load_devices
-        )
-        listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
-        pulse, cache = Pulse(), BufferCache(limits.max_cached_bytes)
-        self._pulse = pulse
-        same_host, allocate = self._is_on_this_host, cache.allocate
-        parts = SocketParts(kinds, sockets, executor, same_host, memory.listener, listeners, pulse, allocate)
+        pulse = self._pulse = Pulse()
+        parts = SocketParts(kinds, sockets, executor, pulse, self.channels.cache.allocate)
         liveness = self._options.liveness
         self._follower = None
         if roster is not None:
@@ -137,20 +123,8 @@ class Network:
         )
         heartbeats = Heartbeats(loop, liveness, pulse)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, parts, heartbeats), self.peers.by_id)
-        chunks = ChunkedChannel(loop, self._handshake, self._open_channel, limits, self._abort, self._break_off)
-        self.broadcasts = BroadcastChannel(loop, self.me.wire_id, chunks, memory, limits, self._options.broadcasts)
-        channels = Channels(
-            small=InlineChannel(),
-            bulk=BulkChannel(loop, bulk, executor, chunks, limits, cache),
-            chunked=chunks,
-            local=LocalChannel(),
-            shared_memory=memory,
-            cuda_ipc=self.cuda_ipc,
-            broadcast=self.broadcasts,
-        )
-        self._router = ChannelRouter(limits, self.me.wire_id, channels, self._has_socket)
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
-        transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
+        transfer = grpc.stream_unary_rpc_method_handler(partial(serve_chunks, self._handshake, self._find_chunked))
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
         self._endpoint.serve({"Exchange": exchange, "Transfer": transfer, "Vouch": vouch})
 
@@ -168,7 +142,7 @@ class Network:
             The address at which other workers dial: see `Member.address`.
         """
         links = Links(self._events.loop, self._options.liveness, where, self._evictions)
-        self._parts = PeerParts(links, self._streams, self._wrap_transport, self._router, messages, make_changes)
+        self._parts = PeerParts(links, self._streams, self._wrap_transport, self.channels, messages, make_changes)
         self._endpoint.reach = where.reach
         self._vouching.where = where
         self._sockets.set_address(where.bind, where.advertised, where.ports)
@@ -195,28 +169,12 @@ class Network:
         if self._follower is not None:
             self._follower.follow()
 
-    def _open_channel(self, peer: int) -> Any:
+    def _open_channel(self, member: Member) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
-        member = self.peers.by_id[peer].member
         return self._endpoint.channel(member.info.name, member.address, use_local_subchannel_pool=1)
 
-    def _send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        self.peers.by_id[peer].send_frame(frame)
-
-    def _abort(self, peer: int, reason: str) -> None:
-        self.peers.by_id[peer].abort(reason)
-
-    def _break_off(self, peer: int, reason: str) -> None:
-        self.peers.by_id[peer].break_off(reason)
-
-    def _may_share_memory(self, peer: int) -> bool:
-        return UNIX in self._options.transports and self._is_on_this_host(peer)
-
-    def _has_socket(self, peer: int) -> bool:
-        return self.peers.by_id[peer].transport.name in (UNIX, TCP)
-
-    def _is_on_this_host(self, peer: int) -> bool:
-        return self.peers.by_id[peer].member.network == self.peers.of(self.me).member.network
+    def _find_chunked(self, peer: int) -> ChunkedChannel:
+        return self.peers.by_id[peer].channels.chunked
 
     def admit(self) -> None:
         """Accepts connections of the members from now on."""
@@ -240,7 +198,7 @@ class Network:
 
     def channel_names(self) -> dict[str, str]:
         """Returns the name of the channel for large payloads to each member, by the member's name."""
-        return {peer.info.name: self._router.name_for(peer.id) for peer in self.peers.current()}
+        return {peer.info.name: peer.channels.large for peer in self.peers.current()}
 
     @property
     def is_loop_here(self) -> bool:
@@ -264,7 +222,7 @@ class Network:
         """
         if self._follower is not None:
             self._follower.close()
-        self.broadcasts.stop()
+        self.channels.stop()
         self._events.run(self._disconnect(end))
 
     def release(self) -> None:
@@ -279,7 +237,7 @@ class Network:
         peers = self.peers.all()
         told = [] if end.orderly else [peer for peer in peers if peer.absence is None][:FAREWELL_DIALS]
         await asyncio.gather(*(peer.close(DRAIN_SECONDS, end, dial=peer in told) for peer in peers))
-        await asyncio.gather(*(channel.close() for channel in self._router.channels))
+        await self.channels.close()
         await self._sockets.close()
         self._pulse.close()
         await self._endpoint.stop()

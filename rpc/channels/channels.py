@@ -1,45 +1,206 @@
-"""The channels of one agent."""
+"""The channels of an agent, and those between it and each of its peers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from .base import Channel, SendingChannel
+from ...proto.v1 import agent_pb2
+from ..contracts.options import RpcBackendOptions
+from ..execution.executor import Executor
+from ..transports.bulk_sockets import BulkSockets
+from ..transports.sockets import UNIX
+from .announced import AnnouncedPayloads
+from .base import Channel, ChannelPeer, PayloadLostError, StartTransfer
+from .broadcast.broadcasts import Broadcasts
 from .broadcast.channel import BroadcastChannel
-from .bulk.channel import BulkChannel
-from .chunked import ChunkedChannel
+from .bulk.buffers import BufferCache
+from .bulk.channel import BulkChannel, BulkParts
+from .chunked.channel import ChunkedChannel, ChunkParts
 from .cuda.channel import CudaIpcChannel
+from .cuda.devices import Devices
+from .cuda.runtime import DeviceRuntime
+from .local import LocalChannel
 from .shared_memory.channel import SharedMemoryChannel
+from .shared_memory.memory import SharedMemory
 
-__all__ = ["Channels"]
+__all__ = ["Channels", "PeerChannels"]
+
+IDLE_TIMEOUT_S = 10.0
+"""Seconds after which memory is given back that is kept for payloads, if nothing has used it."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """The channels of one agent.
+    """What the channels of one agent share."""
 
-    small: for payloads inside the envelope.
-    bulk: for all others; sends by `chunked` where there are no bulk connections.
-    chunked: receives what was sent in chunks.
-    local: for large payloads from this worker to itself.
-    shared_memory: for large payloads to workers that it is connected to.
-    cuda_ipc: for payloads on CUDA devices, to the same workers.
-    broadcast: receives large payloads that were sent to several workers at once.
-    """
+    def __init__(
+        self,
+        executor: Executor,
+        options: RpcBackendOptions,
+        sockets: BulkSockets,
+        chunks: ChunkParts,
+        load_devices: Callable[[], DeviceRuntime],
+    ) -> None:
+        """Made on the event loop.
 
-    small: SendingChannel
-    bulk: BulkChannel
-    chunked: ChunkedChannel
-    local: SendingChannel
-    shared_memory: SharedMemoryChannel
-    cuda_ipc: CudaIpcChannel
-    broadcast: BroadcastChannel
+        Args:
+            executor: its threads read and write.
+            options: of the agent.
+            sockets: makes bulk connections.
+            chunks: what opens streams of chunks.
+            load_devices: returns what copies tensors from CUDA devices and to them.
+        """
+        loop, limits = chunks.loop, options.channels
+        self.options = options
+        self.cache = BufferCache(limits.max_cached_bytes)
+        self.memory = SharedMemory(loop, executor, limits)
+        self.chunks = chunks
+        self.bulk = BulkParts(loop, executor, sockets, limits, self.cache)
+        self.devices = Devices(loop, executor, options, load_devices)
+        self.broadcasts = Broadcasts(chunks.handshake.me, self.memory, options.broadcasts)
+        self._loop = loop
+        self._used: set[PeerChannels] = set()
+        self._idle_check = loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
+
+    def to(self, peer: ChannelPeer) -> "PeerChannels":
+        """Makes the channels between this worker and another. Called on any thread."""
+        channels = PeerChannels(peer, self)
+        self._used.add(channels)
+        return channels
+
+    def remove(self, channels: "PeerChannels") -> None:
+        """Removes those to a worker that is lost."""
+        self._used.discard(channels)
 
     @property
-    def all(self) -> Sequence[Channel]:
-        """All of them."""
-        return (
-            *(self.small, self.bulk, self.chunked, self.local),
-            *(self.shared_memory, self.cuda_ipc, self.broadcast),
-        )
+    def groups(self) -> int:
+        """The number of groups in which this worker broadcasts, or takes part."""
+        return self.broadcasts.groups + sum(len(each.broadcast.groups) for each in self._used.copy())
+
+    def device_figures(self) -> Mapping[str, object]:
+        """Returns how tensors on devices travel to workers that some were sent to, and memory in use in bytes."""
+        described = ((each.info.name, each.cuda_ipc.describe()) for each in self._used.copy())
+        return {
+            "channels": {name: how for name, how in described if how},
+            "ipc_bytes": self.devices.limit.used,
+            "pinned_bytes": self.devices.staging.pinned_bytes,
+        }
+
+    def _remove_idle(self) -> None:
+        self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
+        self.cache.remove_idle()
+        self.memory.remove_idle()
+        for each in self._used.copy():
+            each.shared_memory.remove_idle()
+            each.cuda_ipc.remove_idle()
+
+    def stop(self) -> None:
+        """Ends all broadcasts, and waits for their threads. Must not be called on the loop."""
+        self.broadcasts.stop()
+        for each in self._used.copy():
+            each.broadcast.stop()
+
+    async def close(self) -> None:
+        """Drops all payloads, and releases connections and threads. Called on the loop."""
+        self._idle_check.cancel()
+        self.devices.is_closed = True
+        for each in self._used.copy():
+            each.drop(ConnectionError("this worker shuts down"))
+        self.cache.close()
+        await self.bulk.sockets.close()
+        await self.devices.close()
+
+
+@final
+class PeerChannels:
+    """The channels between this worker and one peer."""
+
+    def __init__(self, peer: ChannelPeer, channels: Channels) -> None:
+        """Carries nothing yet.
+
+        Args:
+            peer: the worker.
+            channels: of this agent.
+        """
+        options = channels.options
+        self.info = peer.info
+        self.options = options.channels
+        self.staging = channels.devices.staging
+        self.announced = AnnouncedPayloads(options.channels.max_payload_bytes)
+        self._peer = peer
+        self._channels = channels
+        may_share = UNIX in options.transports and peer.is_on_this_host and not peer.is_me
+        self.shared_memory = SharedMemoryChannel(channels.memory, may_connect=may_share)
+        self.cuda_ipc = CudaIpcChannel(peer, channels.devices, self.shared_memory)
+        self.chunked = ChunkedChannel(peer, channels.chunks)
+        self.bulk = BulkChannel(peer, channels.bulk, self.chunked)
+        loop = channels.chunks.loop
+        self.broadcast = BroadcastChannel(peer, loop, self.options, channels.broadcasts, self.chunked)
+        self.local = LocalChannel()
+        """For a worker's large payloads to itself."""
+        all_of_them = self.shared_memory, self.cuda_ipc, self.chunked, self.bulk, self.broadcast
+        self._by_name: dict[str, Channel] = {channel.name: channel for channel in all_of_them}
+        if peer.is_me:
+            self._by_name[self.local.name] = self.local
+
+    @property
+    def has_socket(self) -> bool:
+        """Whether payloads can be attached to envelopes."""
+        return self._peer.has_socket
+
+    @property
+    def large(self) -> str:
+        """The name of the channel that large payloads go by now."""
+        if self._peer.is_me:
+            return self.local.name
+        if self.shared_memory.is_connected:
+            return self.shared_memory.name
+        return self.bulk.name if self.bulk.is_connected else self.chunked.name
+
+    def send_large(self, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
+        """Describes a payload that goes by no shared memory; returns also what starts to send it, if anything."""
+        return (self.local.send(data), None) if self._peer.is_me else self.bulk.send(data)
+
+    def find(self, name: str) -> Channel | None:
+        """Returns the channel of this name; None if the worker sends nothing by it."""
+        return self._by_name.get(name)
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of payloads that are in this worker's own memory until they are sent."""
+        return self.bulk.queued_bytes + self.chunked.queued_bytes
+
+    def withdraw(self, payloads: Sequence[agent_pb2.Payload], withdraw_envelope: Callable[[], bool]) -> bool:
+        """Withdraws the payloads of an envelope with it, or nothing. Called on the loop.
+
+        Args:
+            payloads: those outside the envelope.
+            withdraw_envelope: does so if nothing of it has been sent; returns whether it was withdrawn.
+
+        Returns:
+            Whether all was withdrawn: a payload without its envelope would hold up those after it.
+        """
+        if not all(payload.HasField("chunked") and self.chunked.can_withdraw(payload) for payload in payloads):
+            return False
+        if not withdraw_envelope():
+            return False
+        for payload in payloads:
+            self.chunked.withdraw(payload)
+        return True
+
+    def on_frame(self, frame: agent_pb2.Frame) -> None:
+        """Handles what a frame tells of channels. Called on the loop. Raises ValueError if it is malformed."""
+        self.bulk.on_frame(frame)
+        if frame.HasField("devices"):
+            self.cuda_ipc.on_frame(frame.devices)
+
+    def on_group_ended(self, number: int, *, was_aborted: bool) -> None:
+        """Handles that the worker has ended a group in which it broadcasts. Called on any thread."""
+        self.broadcast.on_ended(number, was_aborted=was_aborted)
+
+    def drop(self, error: ConnectionError | PayloadLostError) -> None:
+        """Drops what is on its way; see `Channel.drop`. Called on the loop."""
+        for channel in self._by_name.values():
+            channel.drop(error)
+        self._channels.broadcasts.drop(self)
+        if isinstance(error, ConnectionError):
+            self._channels.remove(self)

@@ -6,12 +6,11 @@ from typing import final
 import torch
 
 from ...proto.v1 import agent_pb2
-from ..contracts.options import ChannelOptions
 from ..wire.attached import ALIGNMENT
 from ..wire.gathered import Gathered
-from .base import SendingChannel, StartTransfer
+from .base import StartTransfer
 from .broadcast.sending import Broadcast
-from .channels import Channels
+from .channels import PeerChannels
 from .payloads import payloads_of
 
 __all__ = ["PayloadWriter"]
@@ -21,43 +20,28 @@ __all__ = ["PayloadWriter"]
 class PayloadWriter:
     """Sends the payloads of one envelope by the channels that suit them: a DeviceWriter. Used by one thread."""
 
-    def __init__(
-        self,
-        options: ChannelOptions,
-        peer: int,
-        channels: Channels,
-        large: SendingChannel,
-        broadcast: Broadcast | None = None,
-        *,
-        attaches: bool = False,
-    ) -> None:
+    def __init__(self, channels: PeerChannels, broadcast: Broadcast | None = None) -> None:
         """Sends nothing yet.
 
         Args:
-            options: the sizes of small payloads.
-            peer: the receiver.
-            channels: of this agent.
-            large: the one for large payloads where no memory is shared.
+            channels: to the receiver.
             broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
-            attaches: whether payloads may be attached to the envelope.
         """
-        self._threshold = options.inline_threshold
-        self._small_body = min(self._threshold, options.max_inline_bytes, options.shared_memory_threshold)
-        self._inline_bytes_left = options.max_inline_bytes
-        self._peer = peer
-        self._small = channels.small
-        self._large = large
+        options = channels.options
+        self._channels = channels
         self._shared_memory = channels.shared_memory
-        self._cuda_ipc = channels.cuda_ipc
-        self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
+        self._threshold = options.inline_threshold
+        self._shared_threshold = options.shared_memory_threshold
+        self._small_body = min(self._threshold, options.max_inline_bytes, self._shared_threshold)
+        self._inline_bytes_left = options.max_inline_bytes
         self.may_send_back = False
         """Whether a payload may go back in the segment that it came in, if nothing refers to it in the end."""
         self._going_back: list[agent_pb2.Payload] = []
         """Those for which that is not known yet."""
         self._count = 0
         self._transfers: list[StartTransfer] = []
-        self._attached_bytes_left = options.max_attached_bytes if attaches else 0
+        self._attached_bytes_left = options.max_attached_bytes if channels.has_socket else 0
         self.attached: list[memoryview] = []
         """The bytes that follow the envelope, in their order."""
         self.attached_nbytes = 0
@@ -98,7 +82,7 @@ class PayloadWriter:
         if (
             self._broadcast is not None
             and isinstance(data, memoryview)
-            and (shared := self._broadcast.put(self._peer, position, data)) is not None
+            and (shared := self._broadcast.put(self._channels, position, data)) is not None
         ):
             if shared.start is not None:
                 self._transfers.append(shared.start)
@@ -106,13 +90,13 @@ class PayloadWriter:
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
         if self.may_send_back and data.nbytes >= self._shared_threshold and isinstance(data, memoryview):
-            going_back = self._shared_memory.begin_send_back(self._peer, data)
+            going_back = self._shared_memory.begin_send_back(data)
             if going_back is not None:
                 self._going_back.append(going_back)
                 return going_back
         self.nbytes += data.nbytes
         if data.nbytes >= self._shared_threshold:
-            in_segment = self._shared_memory.send(self._peer, data)
+            in_segment = self._shared_memory.send(data)
             if in_segment is not None:
                 self._add_external(in_segment, data.nbytes)
                 return in_segment
@@ -123,13 +107,12 @@ class PayloadWriter:
         if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
             self._inline_bytes_left -= data.nbytes
             self.inline_nbytes += data.nbytes
-            payload, start = self._small.send(self._peer, data)
-        elif data.nbytes + (gap := -self.attached_nbytes % ALIGNMENT) <= self._attached_bytes_left:
+            return agent_pb2.Payload(inline=bytes(data))
+        if data.nbytes + (gap := -self.attached_nbytes % ALIGNMENT) <= self._attached_bytes_left:
             self.inline_nbytes += data.nbytes
             return self._attach(data, gap)
-        else:
-            payload, start = self._large.send(self._peer, data)
-            self._add_external(payload, data.nbytes)
+        payload, start = self._channels.send_large(data)
+        self._add_external(payload, data.nbytes)
         if start is not None:
             self._transfers.append(start)
         return payload
@@ -145,7 +128,7 @@ class PayloadWriter:
         while self._going_back:
             payload = self._going_back.pop()
             number, nbytes = payload.segment.number, payload.segment.nbytes
-            kept = self._shared_memory.end_send_back(self._peer, payload)
+            kept = self._shared_memory.end_send_back(payload)
             if kept is None:
                 self._add_external(payload, nbytes)
                 self.nbytes += nbytes
@@ -168,7 +151,7 @@ class PayloadWriter:
         self, elements: Sequence[torch.Tensor], target: torch.device
     ) -> Sequence[agent_pb2.Payload] | None:
         """Sends elements by way of device memory, where that is possible: see DeviceWriter."""
-        payloads = self._cuda_ipc.send(self._peer, elements, target)
+        payloads = self._channels.cuda_ipc.send(elements, target)
         if payloads is not None:
             self._count += len(payloads)
             for payload, each in zip(payloads, elements, strict=True):
@@ -178,12 +161,12 @@ class PayloadWriter:
 
     def _add_external(self, payload: agent_pb2.Payload, nbytes: int) -> None:
         self.external.append(payload)
-        channel = payload.WhichOneof("location") or self._large.name
+        channel = payload.WhichOneof("location") or ""
         self.external_nbytes[channel] = self.external_nbytes.get(channel, 0) + nbytes
 
     def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns copies in the memory of the host: see DeviceWriter."""
-        return self._cuda_ipc.staging.to_host(elements)
+        return self._channels.staging.to_host(elements)
 
     def start(self) -> None:
         """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
@@ -194,10 +177,10 @@ class PayloadWriter:
     def abort(self) -> None:
         """Takes back what has been put, because the envelope was not sent."""
         for payload in self._going_back:
-            if self._shared_memory.end_send_back(self._peer, payload) is None:
-                self._shared_memory.withdraw(self._peer, payload)
+            if self._shared_memory.end_send_back(payload) is None:
+                self._shared_memory.withdraw(payload)
         for payload in self.external:
             if payload.HasField("segment"):
-                self._shared_memory.withdraw(self._peer, payload)
+                self._shared_memory.withdraw(payload)
             elif payload.HasField("cuda_ipc"):
-                self._cuda_ipc.withdraw(self._peer, payload)
+                self._channels.cuda_ipc.withdraw(payload)

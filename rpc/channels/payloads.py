@@ -10,7 +10,6 @@ __all__ = [
     "HERE",
     "PayloadReader",
     "body_of",
-    "external_bytes",
     "has_come",
     "payloads_of",
     "read_inline",
@@ -39,16 +38,6 @@ def body_of(envelope: agent_pb2.Envelope, payloads: PayloadReader) -> Buffer:
     if not isinstance(body, bytes | memoryview):
         raise ValueError("malformed message: its body is in device memory")
     return body
-
-
-def external_bytes(envelope: agent_pb2.Envelope) -> int:
-    """Returns the bytes of the payloads outside a received envelope, as it tells them."""
-    nbytes = 0
-    for payload in payloads_of(envelope):
-        location = payload.WhichOneof("location")
-        if location not in (*HERE, "local"):
-            nbytes += getattr(payload, location).nbytes
-    return nbytes
 
 
 def payloads_of(envelope: agent_pb2.Envelope) -> list[agent_pb2.Payload]:

@@ -10,7 +10,6 @@ again in its place has another one. This worker is a peer of its own, which has 
   in one order (changes.py).
 """
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,13 @@ from typing import Any, Protocol, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
+from ..channels.channels import Channels, PeerChannels
+from ..channels.envelope_payloads import Collecting, EnvelopePayloads
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, read_inline
-from ..channels.router import ChannelRouter, Collecting
+from ..channels.shared_memory.peer import PeerSegments
 from ..contracts.member import Member
 from ..contracts.messages import Outgoing
 from ..contracts.worker import WorkerInfo
@@ -32,6 +34,7 @@ from ..transports.ended import ENDED
 from ..transports.grpc_stream import GrpcStream
 from ..transports.grpc_streams import GrpcStreams
 from ..transports.loopback import LoopbackTransport
+from ..transports.sockets import TCP, UNIX
 from .absence import Absence
 from .backlog import Backlog
 from .changes import Changes
@@ -85,7 +88,7 @@ class PeerParts:
     links: what their links share.
     streams: connects them.
     wrap: wraps every transport.
-    router: has the channels for payloads.
+    channels: what their channels share.
     messages: handles what arrives.
     make_changes: makes what tells of the changes of a peer's state.
     """
@@ -93,7 +96,7 @@ class PeerParts:
     links: Links
     streams: GrpcStreams
     wrap: Callable[[Transport, WorkerInfo], Transport]
-    router: ChannelRouter
+    channels: Channels
     messages: MessageListener
     make_changes: Callable[[WorkerInfo], Changes]
 
@@ -114,6 +117,7 @@ class Peer:
         "backlog",
         "breaks",
         "changes",
+        "channels",
         "control",
         "end",
         "id",
@@ -131,6 +135,8 @@ class Peer:
 
     changes: Changes
     """Tells what becomes of it."""
+    channels: PeerChannels
+    """Carry payloads to it, and from it."""
     window: Window
     """The calls to it that are in flight."""
     received: ReceivedQueue
@@ -192,6 +198,21 @@ class Peer:
         return bool(self._made)
 
     @property
+    def used_channels(self) -> PeerChannels | None:
+        """Its channels; None if they have not been needed."""
+        return self._made.get("channels")
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether it is on this host, in this network namespace."""
+        return self.member.is_on_this_host
+
+    @property
+    def has_socket(self) -> bool:
+        """Whether its envelopes travel by a socket beside the gRPC stream."""
+        return self.transport.name in (UNIX, TCP)
+
+    @property
     def is_me(self) -> bool:
         """Whether this is this worker itself."""
         return self.link is None
@@ -243,24 +264,22 @@ class Peer:
 
     def writer(self, broadcast: Broadcast | None = None) -> PayloadWriter:
         """Returns a writer for the payloads of an envelope; `broadcast` is shared with envelopes to others."""
-        return self._parts.router.writer(self.id, broadcast)
+        return PayloadWriter(self.channels, broadcast)
 
     def withdraw(self, message: Outgoing) -> bool:
         """Takes a message back if nothing of it is on its way; on the loop if it has payloads apart."""
-        router, payloads = self._parts.router, message.payloads
-        # All or nothing: a payload without its envelope would hold up those after it.
-        if not router.can_withdraw(self.id, payloads):
-            return False
-        if not self.transport.withdraw(message.ticket, message.beginning()):
-            return False
-        router.withdraw(self.id, payloads)
-        return True
+        if not message.payloads:
+            return self.transport.withdraw(message.ticket, message.beginning())
+        return self.channels.withdraw(
+            message.payloads, lambda: self.transport.withdraw(message.ticket, message.beginning())
+        )
 
     def queued_bytes(self) -> int:
         """Returns the bytes for it, except in shared memory, that the operating system has not taken yet."""
         if self._is_closing or self.end is not None:
             return 0
-        return self.transport.queued_bytes + self._parts.router.queued_bytes(self.id)
+        channels = self.used_channels
+        return self.transport.queued_bytes + (channels.queued_bytes if channels is not None else 0)
 
     # Receiving.
 
@@ -269,41 +288,51 @@ class Peer:
         if self.end is not None:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
         messages = self._parts.messages
-        if not envelope.tensors and envelope.body.HasField("inline"):
+        if not envelope.has_payloads:
             return messages.on_message(self, envelope, read_inline, nbytes, announced=False)
         breaks = self.breaks
+        arrived: PayloadReader | Collecting | None = None
         try:
-            payloads, external_bytes = self._parts.router.collect_now(self.id, envelope, attached)
-        except (ValueError, RuntimeError) as error:  # a refusal, or no memory
+            payloads = EnvelopePayloads(self.channels, envelope, attached)
+            if not payloads.needs_loop:
+                arrived = payloads.collect()
+        except Exception as error:  # a refusal, or no memory
             return messages.on_rejected(self, envelope, error)
-        nbytes += external_bytes
-        if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
-            return messages.on_message(self, envelope, payloads, nbytes, announced=False)
+        nbytes += payloads.nbytes
+        if arrived is not None and not isinstance(arrived, concurrent.futures.Future):
+            return messages.on_message(self, envelope, arrived, nbytes, announced=False)
         pause = messages.on_announced(self, envelope)
-        if payloads is None:
-            self._parts.links.loop.call_soon_threadsafe(self._collect, envelope, attached, nbytes, breaks)
+        if arrived is None:
+            self._parts.links.loop.call_soon_threadsafe(self._collect, envelope, payloads, nbytes, breaks)
         else:
-            payloads.add_done_callback(partial(self._on_collected, envelope, nbytes))
+            arrived.add_done_callback(partial(self._on_collected, envelope, nbytes))
         return pause
 
-    def _collect(
-        self, envelope: agent_pb2.Envelope, attached: memoryview | None, nbytes: int, breaks: int
-    ) -> None:
-        """Collects the payloads outside an envelope, which was read after so many breaks. Called on the loop."""
+    def _collect(self, envelope: agent_pb2.Envelope, payloads: EnvelopePayloads, nbytes: int, breaks: int) -> None:
+        """Collects the payloads of an envelope, which was read after so many breaks. Called on the loop."""
         messages = self._parts.messages
         # Those of a connection that broke since then do not come any more.
         if self.end is not None or self.breaks != breaks:
             messages.on_dropped(self, envelope)
             return
         try:
-            arrived = self._parts.router.collect(self.id, envelope, attached)
+            arrived = payloads.collect()
         except Exception as error:  # a refusal, or no memory
             messages.on_rejected(self, envelope, error)
             return
-        if isinstance(arrived, asyncio.Future):
+        if isinstance(arrived, concurrent.futures.Future):
             arrived.add_done_callback(partial(self._on_collected, envelope, nbytes))
         else:
             messages.on_message(self, envelope, arrived, nbytes, announced=True)
+
+    def new_segments(self) -> PeerSegments:
+        """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""
+        return self.channels.shared_memory.connect()
+
+    def on_frame(self, frame: agent_pb2.Frame) -> None:
+        """Handles what a frame tells of its channels. Called on the event loop."""
+        if frame.HasField("bulk_request") or frame.HasField("bulk_offer") or frame.HasField("devices"):
+            self.channels.on_frame(frame)
 
     def _on_collected(self, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting) -> None:
         messages = self._parts.messages
@@ -376,8 +405,8 @@ class Peer:
         """Sends nothing before it is back, and drops the payloads that were on their way."""
         self.absence = Absence(end, waits=True)
         self.breaks += 1
-        for channel in self._parts.router.channels:
-            channel.drop_connection(self.id, end.reason)
+        if (channels := self.used_channels) is not None:
+            channels.drop(PayloadLostError(end.reason))
 
     def suspect(self, end: WorkerEnd, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles that it does not answer; see LinkOwner."""
@@ -398,8 +427,9 @@ class Peer:
         self.absence, self.end = Absence(end, is_lost=True), end
         self._unsent = unsent
         self._refuse(end.reason)
-        for channel in self._parts.router.channels:
-            channel.drop_peer(self.id, end.reason)
+        if (channels := self.used_channels) is not None:
+            channels.drop(ConnectionError(end.reason))
+            del self._made["channels"], self.channels
         self.changes.lost(end)
 
     def take_unsent(self) -> Collection[bytes]:
@@ -428,6 +458,7 @@ class Peer:
 
 
 _PARTS: Mapping[str, Callable[[Peer], Any]] = {
+    "channels": lambda peer: peer._parts.channels.to(peer),
     "backlog": lambda peer: Backlog(peer.info, peer.queued_bytes),
     "changes": lambda peer: peer._parts.make_changes(peer.info),
     "control": lambda peer: ControlStream(peer.info),

@@ -171,7 +171,7 @@ class Caller(WorkerWatcher):
             self._go_on(call, waiter, broadcast)
         except BaseException as error:
             if broadcast is not None:
-                broadcast.not_sent(call.peer.id)
+                broadcast.not_sent(call.peer.channels)
             if not self._take_back_unsent(call, error):
                 raise
 
@@ -255,7 +255,7 @@ class Caller(WorkerWatcher):
             if identifier not in self.in_flight:
                 self._release_unsent(call)
                 if broadcast is not None:
-                    broadcast.not_sent(call.peer.id)
+                    broadcast.not_sent(call.peer.channels)
                 return
             call.state = State.NEW
             if call.timeout:
@@ -263,7 +263,7 @@ class Caller(WorkerWatcher):
         call.state = State.SENT
         if not self._codec.try_to_send(call.peer, message, broadcast):
             if broadcast is not None:
-                broadcast.not_sent(call.peer.id)
+                broadcast.not_sent(call.peer.channels)
             self._postpone(call, message)
             if call.timeout and waiter is None:
                 self._deadlines.add(identifier, call.timeout)

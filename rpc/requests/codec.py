@@ -168,6 +168,7 @@ class Codec:
             message.tensors = []  # a received one gives its segment back, with this envelope or in it
             writer.settle(envelope)
             envelope.attached_nbytes = writer.attached_nbytes
+            envelope.has_payloads = bool(writer.external or writer.attached)
             if peer.control.is_waiting:
                 self._control.take_along(peer.control, envelope)
             data = envelope.SerializeToString()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from ..channels.broadcast.channel import BroadcastChannel
+from ..channels.broadcast.broadcasts import Broadcasts
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import Device, DeviceMap
 from ..contracts.messages import Request
@@ -15,6 +15,7 @@ from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.futures import Future
 from ..peers.flow_control import has_event_loop
+from ..peers.peer import Peer
 from ..transports.base import Connecting
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of, make_sendable
@@ -41,7 +42,7 @@ class _Encoded:
 class MultiSender:
     """Sends requests to several workers."""
 
-    def __init__(self, parts: CallParts, caller: Caller, codec: Codec, broadcasts: BroadcastChannel) -> None:
+    def __init__(self, parts: CallParts, caller: Caller, codec: Codec, broadcasts: Broadcasts) -> None:
         """Sends nothing yet.
 
         Args:
@@ -66,11 +67,13 @@ class MultiSender:
     ) -> list[Future[Any]]:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
         encoded = self._encode_all(workers, request)
-        same_for_all = all(each.packed is encoded[0].packed for each in encoded)
-        if encoded and same_for_all:
-            self._connect(workers, encoded[0].packed)
-        present = [worker.wire_id for worker in workers if self._peers.of(worker).absence is None]
-        broadcast = self._broadcasts.broadcast(present) if same_for_all else None
+        broadcast = None
+        if encoded and all(each.packed is encoded[0].packed for each in encoded):
+            packed = encoded[0].packed
+            if self._broadcasts.suits(len(workers), len(packed.body) + bytes_of(packed.tensors)):
+                peers = [self._peers.of(worker) for worker in workers]
+                self._connect(peers)
+                broadcast = self._broadcasts.broadcast([peer.channels for peer in peers if peer.absence is None])
         if broadcast is not None:
             encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
             request = replace(request, keep=broadcast)
@@ -84,18 +87,15 @@ class MultiSender:
             if broadcast is not None:
                 broadcast.release()
 
-    def _connect(self, workers: Sequence[WorkerInfo], packed: Packed) -> None:
-        """Connects to the workers of this host, and waits for that, if their messages can share memory then.
+    def _connect(self, peers: Sequence[Peer]) -> None:
+        """Connects to the workers of this host that can share memory then, and waits for that, once for each.
 
-        Does nothing on a thread that runs an event loop. Waits for each worker once.
+        Does nothing on a thread that runs an event loop.
         """
-        nbytes = len(packed.body) + bytes_of(packed.tensors)
-        unconnected = self._broadcasts.unconnected([worker.wire_id for worker in workers], nbytes)
+        unconnected = self._broadcasts.unconnected([peer.channels for peer in peers])
         if not unconnected or has_event_loop():
             return
-        connecting = {
-            self._peers.of(worker).transport.connect() for worker in workers if worker.wire_id in unconnected
-        }
+        connecting = {peer.transport.connect() for peer in peers if peer.channels in unconnected}
         with self._executor.blocking():
             connecting -= self._timed_out
             waited = wait_interruptibly(concurrent.futures.wait, connecting, CONNECT_TIMEOUT_S)

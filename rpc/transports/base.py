@@ -9,6 +9,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
+from .segments import SegmentListener
 
 __all__ = ["BEGINNING_BYTES", "Connecting", "Transport", "TransportClosedError", "TransportListener"]
 
@@ -94,9 +95,22 @@ class Transport(Protocol):
 
 
 class TransportListener(Protocol):
-    """The peer of a transport, which gets its envelopes. Its methods must not block or raise."""
+    """The peer of a transport, which gets its envelopes. No method blocks, or raises unless it says so."""
 
     info: WorkerInfo
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether it is on this host, in this network namespace."""
+
+    def new_segments(self) -> SegmentListener:
+        """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""
+
+    def on_frame(self, frame: agent_pb2.Frame) -> None:
+        """Handles what a frame has besides envelopes. Called on the event loop.
+
+        Raises ValueError if it is malformed, which costs the connection.
+        """
 
     def on_envelope(
         self, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None

@@ -309,7 +309,7 @@ class GrpcStream:
                 await self._socket.on_choice(frame.choice.kind)
                 self._wake.set()
                 self._log_if_grpc()
-            self._parts.sockets.on_frame(self._worker.wire_id, frame)
+            self.peer.on_frame(frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None

@@ -2,26 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
-from ...proto.v1 import agent_pb2
 from ..execution.executor import Executor
 from .base import TransportListener
 from .envelope_socket import EnvelopeSocket, OnSocketEnd
 from .frame_reader import FrameReader
 from .pulse import Pulse, PulseExchange
-from .segments import SegmentListener
 from .sockets import UNIX, SocketListener
 from .tls_socket import AnySocket
 
-__all__ = ["FrameListener", "SocketParts"]
-
-
-class FrameListener(Protocol):
-    """Handles fields of frames that have nothing to do with envelopes. Called on the event loop."""
-
-    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Handles the frame of a peer; most frames have no such field."""
+__all__ = ["SocketParts"]
 
 
 @final
@@ -32,9 +23,6 @@ class SocketParts:
     kinds: of sockets that may be used: UNIX, TCP or both; empty if gRPC carries the envelopes.
     listener: accepts connections.
     executor: its threads read the sockets.
-    is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
-    segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
-    listeners: handle what comes by the stream and has nothing to do with envelopes.
     pulse: by which workers of this host see that this one is alive.
     allocate: returns memory of so many bytes for what follows envelopes. Raises MemoryError if there is none.
     """
@@ -42,9 +30,6 @@ class SocketParts:
     kinds: Sequence[str]
     listener: SocketListener
     executor: Executor
-    is_same_host: Callable[[int], bool]
-    segments: Callable[[int], SegmentListener]
-    listeners: Sequence[FrameListener]
     pulse: Pulse
     allocate: Callable[[int], memoryview]
 
@@ -65,15 +50,10 @@ class SocketParts:
             on_end: called with the reason when the socket ends.
             on_malformed: called before that with the error if the peer has sent bytes that are no message.
         """
-        segments = self.segments(peer.info.wire_id) if kind == UNIX else None
+        segments = peer.new_segments() if kind == UNIX else None
         pulses = PulseExchange(self.pulse) if kind == UNIX else None
         reader = FrameReader(peer.on_envelope, segments, pulses, self.allocate)
         made = EnvelopeSocket(kind, connection, self.executor, reader, on_end, on_malformed)
         if segments is not None:
             segments.connect(made)
         return made
-
-    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Has the listeners handle a frame of a peer."""
-        for listener in self.listeners:
-            listener.on_frame(peer, frame)

@@ -56,8 +56,7 @@ class StreamSocket:
         """Makes an offer to the peer; returns None if there is nothing to offer."""
         sockets = self._parts.sockets
         if sockets.kinds:
-            same_host = sockets.is_same_host(self._worker.wire_id)
-            self._offered = sockets.listener.offer(self._worker, same_host=same_host)
+            self._offered = sockets.listener.offer(self._worker, same_host=self._peer.is_on_this_host)
             self._outbox.is_held = self._offered is not None
         return self._offered
 

@@ -7,10 +7,10 @@ what it likes.
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -27,14 +27,13 @@ from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.contracts.options import RpcBackendOptions
+from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
-from gradwire.rpc.wire.gathered import Gathered
 from gradwire.rpc.wire.parsing import parse_envelope
 from hypothesis import strategies as st
 
@@ -67,8 +66,7 @@ class _Threads:
         self.tasks: deque[Callable[[], object]] = deque()
         self.sent: list[bytes] = []
         self.me = ME
-        self.cuda_ipc = SimpleNamespace(staging=None)
-        self.broadcasts = None
+        self.channels = SimpleNamespace(devices=SimpleNamespace(staging=None), broadcasts=None)
         self.audit = AUDIT
         self.peers = Peers(ME)
 
@@ -103,7 +101,7 @@ class _Threads:
 
     def listen(self, _where: object, messages: Any, make_changes: Any) -> str:
         self.messages = messages
-        self._parts = simulated_parts(lambda *_: self, messages, make_changes, writer=lambda *_: _InlineWriter())
+        self._parts = simulated_parts(lambda *_: self, messages, make_changes, make_channels=_inline_channels)
         return ""
 
     def open(self, members: Sequence[Member], _control: object) -> None:
@@ -123,31 +121,11 @@ class _Threads:
         return True
 
 
-class _InlineWriter:
-    """Puts all payloads into their envelope."""
-
-    nbytes = inline_nbytes = attached_nbytes = 0
-    attached: Sequence[memoryview] = ()
-    external: Sequence[agent_pb2.Payload] = ()
-    external_nbytes: Mapping[str, int] = MappingProxyType({})
-    may_send_back = False
-
-    def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
-        description.inline = body
-
-    def put(self, data: memoryview) -> agent_pb2.Payload:
-        return agent_pb2.Payload(inline=bytes(data))
-
-    def put_gathered(self, gathered: Gathered) -> agent_pb2.Payload:
-        return self.put(gathered.joined())
-
-    def start(self) -> None:
-        pass
-
-    abort = start
-
-    def settle(self, envelope: agent_pb2.Envelope) -> None:
-        pass
+def _inline_channels(_peer: Peer) -> Any:
+    """Returns channels to a peer, by which nothing goes: all payloads are in their envelope."""
+    limit = 32 * MIB
+    options = ChannelOptions(inline_threshold=limit, max_inline_bytes=limit, shared_memory_threshold=limit)
+    return SimpleNamespace(options=options, has_socket=False, shared_memory=None)
 
 
 class _NoDeadlines:

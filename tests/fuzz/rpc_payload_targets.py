@@ -14,21 +14,17 @@ from unittest import mock
 import torch
 from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.broadcast.channel import BroadcastChannel
-from gradwire.rpc.channels.bulk.buffers import BufferCache
-from gradwire.rpc.channels.bulk.channel import BulkChannel
+from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.channels import Channels
-from gradwire.rpc.channels.chunked import ChunkedChannel
+from gradwire.rpc.channels.chunked.channel import ChunkParts
 from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
+from gradwire.rpc.channels.cuda.devices import Devices
 from gradwire.rpc.channels.cuda.receiving import MAX_MAPPED
 from gradwire.rpc.channels.cuda.sending import FIRST_NUMBER
-from gradwire.rpc.channels.inline import InlineChannel
-from gradwire.rpc.channels.local import LocalChannel
+from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
 from gradwire.rpc.channels.payloads import body_of
-from gradwire.rpc.channels.router import ChannelRouter
-from gradwire.rpc.channels.shared_memory.channel import SharedMemoryChannel
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
-from gradwire.rpc.contracts.options import BroadcastOptions, ChannelOptions, RpcBackendOptions
+from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.wire.parsing import parse_envelope, parse_frame
 from gradwire.rpc.wire.tensors import decode_tensors
 from hypothesis import strategies as st
@@ -73,28 +69,35 @@ class _Memory:
         self.is_closed = True
 
 
-class _Devices:
-    """Device memory that one worker shares with the other one."""
+class _Runtime:
+    """Maps device memory."""
 
-    def __init__(self, memory: Any) -> None:
-        """Args: memory: a SharedMemoryChannel."""
-        executor: Any = _Executor()
-        self.sent: list[agent_pb2.Frame] = []
+    def __init__(self) -> None:
         self.opened: list[_Memory] = []
-        self.channel = CudaIpcChannel(
-            _loop,
-            executor,
-            memory,
-            lambda _peer, frame: self.sent.append(frame),
-            RpcBackendOptions(channels=OPTIONS),
-            lambda: SimpleNamespace(find=lambda _uuid: None, open=self._open),
-        )
 
-    def _open(self, _device: object, handle: bytes, _nbytes: int) -> _Memory:
+    def find(self, _uuid: str) -> None:
+        """Finds no device."""
+
+    def open(self, _device: object, handle: bytes, _nbytes: int) -> _Memory:
         if not handle:
             raise RuntimeError("the handle is none")
         self.opened.append(_Memory())
         return self.opened[-1]
+
+
+class _Peer:
+    """The other worker, on the same host."""
+
+    info = PEER
+    end = None
+    is_me = False
+    is_on_this_host = True
+    has_socket = True
+
+    def __init__(self) -> None:
+        self.sent: list[agent_pb2.Frame] = []
+        self.ended: list[str] = []
+        self.send_frame, self.abort = self.sent.append, self.ended.append
 
 
 class _Channels:
@@ -102,49 +105,32 @@ class _Channels:
 
     def __init__(self) -> None:
         executor: Any = _Executor()
-        handshake: Any = None
-        sockets: Any = SimpleNamespace(
-            has_socket=lambda _peer: True,
-            listen=lambda _listener: None,
-            on_malformed=lambda *_: None,
-            close=partial(asyncio.sleep, 0),
-        )
-        self.ended: list[object] = []
-        self.memory = SharedMemoryChannel(_loop, executor, OPTIONS, lambda _peer: True)
-        chunked = ChunkedChannel(_loop, handshake, self.ended.append, OPTIONS, lambda *end: self.ended.append(end))
-        self.bulk = BulkChannel(_loop, sockets, executor, chunked, OPTIONS, BufferCache(MIB))
-        self.devices = _Devices(self.memory)
-        channels = Channels(
-            small=InlineChannel(),
-            bulk=self.bulk,
-            chunked=chunked,
-            local=LocalChannel(),
-            shared_memory=self.memory,
-            cuda_ipc=self.devices.channel,
-            broadcast=BroadcastChannel(_loop, ME.id, chunked, self.memory, OPTIONS, BroadcastOptions()),
-        )
-        self.router = ChannelRouter(OPTIONS, ME.id, channels, lambda _peer: True)
-        peer = self.memory.listener(PEER.id)
-        peer.connect(SimpleNamespace(flush_released=lambda: None))
+        handshake: Any = SimpleNamespace(me=ME)
+        sockets: Any = SimpleNamespace(on_malformed=lambda *_: None, close=partial(asyncio.sleep, 0))
+        self.peer: Any = _Peer()
+        self.runtime: Any = _Runtime()
+        chunks = ChunkParts(_loop, handshake, str, OPTIONS)
+        self.all = Channels(executor, RpcBackendOptions(channels=OPTIONS), sockets, chunks, lambda: self.runtime)
+        self.to_peer = self.all.to(self.peer)
+        segments = self.to_peer.shared_memory.connect()
+        segments.connect(SimpleNamespace(flush_released=lambda: None))
         for number in (1, 2):
-            peer.on_segment(number, SEGMENT_BYTES, _segment(), is_shared=number == 2)
+            segments.on_segment(number, SEGMENT_BYTES, _segment(), is_shared=number == 2)
         for _ in range(2):
-            sent = peer.pool.put(memoryview(bytes(16)))
+            sent = segments.pool.put(memoryview(bytes(16)))
             assert sent is not None
             os.close(sent[0].descriptor)
-        assert self.bulk.on_offered(PEER.id, 1)
+        assert self.to_peer.bulk.on_offered(1)
 
     async def close(self) -> None:
         """Checks that nothing is left when the other worker is lost."""
-        for channel in self.router.channels:
-            channel.drop_peer(PEER.id, "the test is over")
+        self.to_peer.drop(ConnectionError("the test is over"))
         for _ in range(16):  # the message notices that one payload is dropped, then others are
             await asyncio.sleep(0)
-        assert self.router.announced.pending(PEER.id) == (0, 0)
-        assert not self.ended
-        assert all(memory.is_closed for memory in self.devices.opened)
-        for channel in self.router.channels:
-            await channel.close()
+        assert (self.to_peer.announced.count, self.to_peer.announced.nbytes) == (0, 0)
+        assert not self.peer.ended
+        assert all(memory.is_closed for memory in self.runtime.opened)
+        await self.all.close()
 
 
 @cache
@@ -219,18 +205,15 @@ def find_payloads(data: bytes) -> None:
 async def _find(envelope: agent_pb2.Envelope) -> None:
     channels = _Channels()
     with mock.patch("torch.cuda.device_count", return_value=1):
-        channels.devices.channel.on_frame(PEER.id, agent_pb2.Frame(devices=DEVICES))
+        channels.to_peer.on_frame(agent_pb2.Frame(devices=DEVICES))
     for _ in range(2):  # the same bytes again: they are in use, or awaited
         with suppress(ValueError):
-            collected, _ = channels.router.collect_now(PEER.id, envelope)
-            found: Any = channels.router.collect(PEER.id, envelope) if collected is None else collected
-            if isinstance(found, asyncio.Future):
-                found.add_done_callback(lambda done: done.cancelled() or done.exception())
-            elif not isinstance(found, concurrent.futures.Future):
+            found: Any = EnvelopePayloads(channels.to_peer, envelope).collect()
+            if not isinstance(found, concurrent.futures.Future):
                 decode_tensors(envelope.tensors, found)
                 body_of(envelope, found)
     del envelope
-    collected = found = None
+    found = None
     await channels.close()
 
 
@@ -266,18 +249,23 @@ def map_device_memory(data: bytes) -> None:
 
 async def _map(frame: agent_pb2.Frame) -> None:
     released: list[int] = []
-    devices = _Devices(SimpleNamespace(releaser=lambda _peer: released.append))
+    peer: Any = _Peer()
+    executor: Any = _Executor()
+    runtime: Any = _Runtime()
+    memory: Any = SimpleNamespace(releaser=lambda: released.append)
+    devices = Devices(_loop, executor, RpcBackendOptions(channels=OPTIONS), lambda: runtime)
+    channel = CudaIpcChannel(peer, devices, memory)
     with suppress(ValueError):
-        devices.channel.on_frame(PEER.id, frame)
-    assert sum(not memory.is_closed for memory in devices.opened) <= MAX_MAPPED
+        channel.on_frame(frame.devices)
+    assert sum(not memory.is_closed for memory in runtime.opened) <= MAX_MAPPED
     await asyncio.sleep(0)
-    refused = [number for each in devices.sent for number in each.devices.refused]
-    assert len(refused) + len(devices.opened) == min(len(frame.devices.segments), MAX_MAPPED)
-    devices.channel.drop_peer(PEER.id, "the test is over")
+    refused = [number for each in peer.sent for number in each.devices.refused]
+    assert len(refused) + len(runtime.opened) == min(len(frame.devices.segments), MAX_MAPPED)
+    channel.drop(PayloadLostError("the test is over"))
     for _ in range(2):
         await asyncio.sleep(0)
-    assert all(memory.is_closed for memory in devices.opened)
-    await devices.channel.close()
+    assert all(memory.is_closed for memory in runtime.opened)
+    await devices.close()
 
 
 def _target(name: str, parse: Callable[[bytes], None], inputs: st.SearchStrategy[bytes], mebibytes: int) -> Target:

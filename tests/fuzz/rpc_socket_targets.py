@@ -18,7 +18,7 @@ from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.bulk.buffers import BufferCache
 from gradwire.rpc.channels.bulk.parts import PART_BYTES, PartHeader, pack_header
 from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
-from gradwire.rpc.channels.chunked import ChunkedChannel
+from gradwire.rpc.channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
@@ -305,21 +305,23 @@ async def _transfer(messages: list[bytes]) -> None:
         raise _AbortedError
 
     handshake: Any = SimpleNamespace(receive=receive, audit=AUDIT)
-    broken: deque[object] = deque()
-    channel = ChunkedChannel(_loop, handshake, broken.append, ChannelOptions(), lambda *_: broken.append(_))
-    task = asyncio.ensure_future(channel.serve(requests(), SimpleNamespace(abort=abort)))
+    broken: deque[str] = deque()
+    peer: Any = SimpleNamespace(info=PEER, abort=broken.append, break_off=broken.append)
+    channel = ChunkedChannel(peer, ChunkParts(_loop, handshake, str, ChannelOptions()))
+    context = SimpleNamespace(abort=abort)
+    task = asyncio.ensure_future(serve_chunks(handshake, lambda _id: channel, requests(), context))
 
     def payload(transfer_id: int, nbytes: int) -> agent_pb2.Payload:
         return agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=transfer_id, nbytes=nbytes))
 
     expected = []
     for transfer_id, nbytes in {**ANNOUNCED, **ANNOUNCED_LATE}.items():
-        expected.append((nbytes, channel.receive(PEER.id, payload(transfer_id, nbytes))))
+        expected.append((nbytes, channel.receive(payload(transfer_id, nbytes))))
         for _ in range(4):
             await asyncio.sleep(0)
     for transfer_id, nbytes in DROPPED.items():
-        channel.discard(PEER.id, payload(transfer_id, nbytes))
-    channel.drop_peer(PEER.id, "the test is over")
+        channel.discard(payload(transfer_id, nbytes))
+    channel.drop(ConnectionError("the test is over"))
     for _ in range(4):
         await asyncio.sleep(0)
     assert task.cancel() or task.done()

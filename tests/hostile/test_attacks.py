@@ -42,7 +42,7 @@ def test_a_stream_runs_the_canary(agents, tmp_path):
 def test_a_stream_for_payloads_is_served(agents):
     a, b = agents(2)
     with say(a, b, "payloads"):
-        wait_until(lambda: a._network._router._chunked._served == {1})
+        wait_until(lambda: a.peers.by_id[1].channels.chunked.is_served)
 
 
 def test_a_socket_is_admitted_by_its_nonce(agents):

@@ -256,7 +256,7 @@ _calls: list[_Calls] = []
 
 def _wait_for_bulk_connection(other: int) -> None:
     network = _network()
-    wait_until(lambda: network._router._bulk.is_connected(other))
+    wait_until(lambda: network.peers.by_id[other].channels.bulk.is_connected)
 
 
 def _start_calls() -> None:

@@ -240,7 +240,7 @@ def test_a_second_stream_for_payloads_is_not_used(agents, loop):
         async with Stranger(a) as stranger:
             first = await stranger.open(TRANSFER_METHOD)
             await first.write(OPENING[TRANSFER_METHOD])
-            await wait_for(lambda: a._network._router._chunked._served == {1})
+            await wait_for(lambda: a.peers.by_id[1].channels.chunked.is_served)
             second = await stranger.open(TRANSFER_METHOD)
             await second.write(OPENING[TRANSFER_METHOD])
             codes = [await status_of(second)]

@@ -307,7 +307,7 @@ def test_bytes_on_a_socket_that_are_no_message(agents, caplog):
 
 def test_bytes_on_a_bulk_connection_that_are_no_payload(agents, caplog):
     a, _ = agents(2)
-    a._network._router._bulk._sockets.on_malformed(1, ValueError(EVIL))
+    a._network.channels.bulk.sockets.on_malformed(a.peers.by_id[1], ValueError(EVIL))
     denied = the_event(caplog, event="deny", listener="bulk")
     assert (denied["worker"], denied["reason"]) == ("agent1", SHOWN)
 
@@ -317,7 +317,7 @@ def test_bytes_on_a_bulk_connection_that_are_no_payload(agents, caplog):
 
 def test_a_malformed_message(agents, caplog):
     a, b = agents(2)
-    envelope = agent_pb2.Envelope(id=5, type=CALL)
+    envelope = agent_pb2.Envelope(id=5, type=CALL, has_payloads=True)
     envelope.body.segment.number, envelope.body.segment.nbytes = 99, 10
     a.peers.of(b.info).on_envelope(envelope, 100)
     wait_until(lambda: counts(a).get("messages") == {"deny": 1})

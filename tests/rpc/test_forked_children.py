@@ -21,7 +21,7 @@ from gradwire.errors import NotInitializedError, WorkerLostError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import aio
-from gradwire.rpc.channels.shared_memory import channel as shared_memory
+from gradwire.rpc.channels import channels
 from torch.utils.data import DataLoader, Dataset
 
 from tests import remote_functions
@@ -349,7 +349,7 @@ def test_data_loaders_and_pools():
 
 
 def drop_idle_after(seconds: float) -> None:
-    shared_memory.IDLE_TIMEOUT_S = seconds
+    channels.IDLE_TIMEOUT_S = seconds
 
 
 def sum_in_child(tensors: list[torch.Tensor], go: tuple[int, int], told: tuple[int, int]) -> int:

@@ -76,7 +76,7 @@ def test_no_port_is_open(workers, transports, insecure):
 def test_bulk_connections_open_no_port_either(workers):
     started = workers.rpc(2, transports=("unix", "tcp", "grpc"), channels=rpc.ChannelOptions(max_shared_bytes=1))
     workers.each(started, call_all, 2)
-    started[0].run(wait_until, lambda: network()._router._bulk.is_connected(1))
+    started[0].run(wait_until, lambda: network().peers.by_id[1].channels.bulk.is_connected)
     assert workers.each(started, ports) == [set()] * 2
 
 

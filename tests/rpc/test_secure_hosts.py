@@ -119,7 +119,7 @@ def collect(others: Sequence[str]) -> None:
 def groups_tried() -> int:
     """Returns how many process groups this worker has tried to form, whatever came of it."""
     agent: Any = current_agent()
-    return next(agent._network.broadcasts._numbers)
+    return next(agent._network.channels.broadcasts._numbers)
 
 
 @pytest.mark.parametrize("insecure", [False, True])

@@ -243,8 +243,7 @@ class SimulatedNetwork:
         self.me = machine.info
         self.peers = Peers(self.me)
         self.fail_next = False
-        self.cuda_ipc = SimpleNamespace(staging=None)
-        self.broadcasts = None
+        self.channels = SimpleNamespace(devices=SimpleNamespace(staging=None), broadcasts=None)
         self.audit = Audit(machine.info.name)
         self._machine = machine
         self._parts: PeerParts

@@ -10,8 +10,8 @@ import torch
 
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
-from ...contracts.messages import Buffer
-from ..base import Arriving, SendingChannel
+from ..base import Arriving
+from ..chunked.channel import ChunkedChannel
 from .group import BroadcastGroup
 
 __all__ = ["ReceivingGroup"]
@@ -28,7 +28,7 @@ class _ExpectedBroadcast:
 
     payload: agent_pb2.BroadcastPayload
     data: torch.Tensor
-    done: "asyncio.Future[Buffer]"
+    done: Arriving
 
 
 @final
@@ -36,24 +36,22 @@ class ReceivingGroup:
     """This worker's membership in a process group in which another worker, the sender, broadcasts payloads.
 
     If the group fails, this worker requests the first broadcast that it has not received, and all later ones, from
-    the sender as chunks: bytes that the sender sends to this worker alone (chunked.py).
+    the sender as chunks: bytes that the sender sends to this worker alone (chunked/).
 
     All methods but `close` are called on the agent's event loop.
     """
 
     def __init__(
         self,
-        peer: int,
         loop: asyncio.AbstractEventLoop,
         spec: GroupSpec | None,
-        chunked: SendingChannel,
+        chunked: ChunkedChannel,
         request_chunks: Callable[[int], None],
         on_removed: Callable[[], None],
     ) -> None:
         """Starts to form the group.
 
         Args:
-            peer: the id of the sender.
             loop: the agent's event loop.
             spec: the members of the group; None to join no group, and to receive all payloads as chunks.
             chunked: the channel for payloads that are sent as chunks.
@@ -62,7 +60,6 @@ class ReceivingGroup:
             on_removed: called when the sender announces no more payloads and this worker has left the group. May
                 be called twice.
         """
-        self._peer = peer
         self._loop = loop
         self._chunked = chunked
         self._request_chunks = request_chunks
@@ -80,7 +77,7 @@ class ReceivingGroup:
         else:
             self._group.start()
 
-    def receive(self, payload: agent_pb2.BroadcastPayload) -> Buffer | Arriving:
+    def receive(self, payload: agent_pb2.BroadcastPayload) -> Arriving:
         """Returns a future of an announced payload's bytes, received as chunks if this worker has left the group.
 
         Raises:
@@ -88,11 +85,11 @@ class ReceivingGroup:
             RuntimeError: there is no memory for the payload.
         """
         if self._aborted or self._group is None:
-            return self._chunked.receive(self._peer, _as_chunked(payload))
+            return self._chunked.receive(_as_chunked(payload))
         if payload.number < self._next_number or payload.number in self._expected:
             raise ValueError(f"broadcast {payload.number} was announced twice")
         data = torch.empty(payload.nbytes, dtype=torch.uint8)
-        expected = _ExpectedBroadcast(payload, data, self._loop.create_future())
+        expected = _ExpectedBroadcast(payload, data, Arriving())
         self._expected[payload.number] = expected
         self._group.put(payload.number, data, lambda: self._call_soon(self._on_received, payload.number))
         return expected.done
@@ -100,7 +97,7 @@ class ReceivingGroup:
     def discard(self, payload: agent_pb2.BroadcastPayload) -> None:
         """Drops a payload that is not wanted. Leaves the group, since all members must run its broadcasts."""
         self.abort()
-        self._chunked.discard(self._peer, _as_chunked(payload))
+        self._chunked.discard(_as_chunked(payload))
 
     def abort(self) -> None:
         """Leaves the group, and requests chunks of the broadcasts that have not been received."""
@@ -112,11 +109,10 @@ class ReceivingGroup:
         self._request_chunks(self._next_number)
         for expected in self._take_expected():
             try:
-                chunked = self._chunked.receive(self._peer, _as_chunked(expected.payload))
+                chunked = self._chunked.receive(_as_chunked(expected.payload))
             except Exception as error:  # most likely no memory; a ValueError rejects the message
                 expected.done.set_exception(ValueError(f"a payload cannot be received: {error}"))
             else:
-                assert isinstance(chunked, asyncio.Future)
                 _forward_outcome(chunked, expected.done)
 
     def finish(self) -> None:
@@ -175,10 +171,10 @@ def _as_chunked(payload: agent_pb2.BroadcastPayload) -> agent_pb2.Payload:
     return agent_pb2.Payload(chunked=chunked)
 
 
-def _forward_outcome(source: "asyncio.Future[Buffer]", target: "asyncio.Future[Buffer]") -> None:
+def _forward_outcome(source: Arriving, target: Arriving) -> None:
     """Completes the future `target` with the outcome of `source` once `source` is done."""
 
-    def on_done(source: "asyncio.Future[Buffer]") -> None:
+    def on_done(source: Arriving) -> None:
         if target.done():
             return
         if source.cancelled():

@@ -12,10 +12,11 @@ import torch
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...wire.gathered import Gathered
-from ..base import SendingChannel, StartTransfer
+from ..base import StartTransfer
 from ..shared_memory.broadcast import SegmentBroadcast
 from ..shared_memory.mapping import address_and_size
 from .group import BroadcastGroup
+from .peer import BroadcastPeer
 
 __all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]
 
@@ -27,7 +28,7 @@ class _SharedPayload:
     number: int
     """The number of the broadcast in its group."""
     data: memoryview
-    chunk_transfers: dict[int, StartTransfer] = field(default_factory=dict)
+    chunk_transfers: dict[BroadcastPeer, StartTransfer] = field(default_factory=dict)
     """By receiver whose envelope is queued, what starts to send it the payload by chunks."""
 
 
@@ -58,10 +59,10 @@ class SendingGroup:
         self,
         number: int,
         spec: GroupSpec,
+        receivers: tuple[BroadcastPeer, ...],
         *,
-        chunked: SendingChannel,
         on_end: Callable[["SendingGroup", bool, Exception | None], None],
-        send_ended: Callable[[int, int, bool], None],
+        send_ended: Callable[[BroadcastPeer, int, bool], None],
         on_resend: Callable[[int], None],
     ) -> None:
         """Starts to form the group.
@@ -69,23 +70,22 @@ class SendingGroup:
         Args:
             number: this worker's count of its groups.
             spec: the members, this worker first.
-            chunked: sends payloads to receivers that a broadcast has not reached.
+            receivers: the others, in the order of the members.
             on_end: called with the group, whether it had formed, and the error that ended it.
             send_ended: tells a receiver that nothing more is broadcast. Takes the receiver, the group's number,
                 and whether the group was aborted.
             on_resend: called with the bytes of each payload that is sent by chunks after all.
         """
         self.number = number
-        self.receivers = tuple(spec.members[1:])
+        self.receivers = receivers
         self._members = spec.members
-        self._chunked = chunked
         self._send_ended = send_ended
         self._on_resend = on_resend
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._payloads: weakref.WeakValueDictionary[int, _SharedPayload] = weakref.WeakValueDictionary()
         """By number."""
-        self._first_missing: dict[int, int] = {}
+        self._first_missing: dict[BroadcastPeer, int] = {}
         """By receiver that has requested chunks, the number of the first broadcast that it has not received."""
         self._users = 0
         self._ended = False
@@ -121,12 +121,16 @@ class SendingGroup:
         return shared
 
     def add_receiver(
-        self, receiver: int, shared: _SharedPayload
+        self, receiver: BroadcastPeer, shared: _SharedPayload
     ) -> tuple[agent_pb2.Payload, StartTransfer] | None:
-        """Returns what `Channel.send` does, for one receiver of a broadcast; None if the group has ended."""
+        """Describes a broadcast to one receiver; None if the group has ended.
+
+        Returns:
+            The description of the payload, and what is called when the envelope with it is queued.
+        """
         if self._ended:
             return None
-        chunked, start = self._chunked.send(receiver, shared.data)
+        chunked, start = receiver.chunked.send(shared.data)
         announced = agent_pb2.BroadcastPayload(
             group=self.number,
             number=shared.number,
@@ -134,10 +138,9 @@ class SendingGroup:
             members=self._members,
             transfer_id=chunked.chunked.transfer_id,
         )
-        assert start is not None
         return agent_pb2.Payload(broadcast=announced), lambda: self._on_announced(receiver, shared, start)
 
-    def _on_announced(self, receiver: int, shared: _SharedPayload, start: StartTransfer) -> None:
+    def _on_announced(self, receiver: BroadcastPeer, shared: _SharedPayload, start: StartTransfer) -> None:
         """Keeps the transfer by chunks until the receiver requests it; starts it if that has happened already."""
         with self._lock:
             if shared.number < self._first_missing.get(receiver, shared.number + 1):
@@ -145,7 +148,7 @@ class SendingGroup:
                 return
         self._start_chunks(shared, start)
 
-    def resend(self, receiver: int, first: int) -> None:
+    def resend(self, receiver: BroadcastPeer, first: int) -> None:
         """Sends a receiver by chunks what it has not received, and aborts the group.
 
         Args:
@@ -216,15 +219,15 @@ class Broadcast:
 
     def __init__(
         self,
-        receivers: tuple[int, ...],
+        receivers: tuple[BroadcastPeer, ...],
         threshold: int,
-        acquire: Callable[[tuple[int, ...]], SendingGroup | None],
+        acquire: Callable[[tuple[BroadcastPeer, ...]], SendingGroup | None],
         segments: SegmentBroadcast | None,
     ) -> None:
         """Forms no group yet.
 
         Args:
-            receivers: the ids of the workers that form a group with this one.
+            receivers: the workers that form a group with this one.
             threshold: bytes of the smallest payload that is broadcast.
             acquire: acquires the group of these receivers; returns None if there can be none.
             segments: shares payloads among workers of this host.
@@ -247,7 +250,7 @@ class Broadcast:
         first, data = self._joined[position]
         return data if first.has_same_source(gathered) else gathered.joined()
 
-    def put(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
+    def put(self, peer: BroadcastPeer, position: int, data: memoryview) -> BroadcastPart | None:
         """Broadcasts a payload of a message.
 
         Args:
@@ -261,12 +264,15 @@ class Broadcast:
         """
         if data.nbytes < self._threshold:
             return None
-        if self._segments is not None and (shared := self._segments.put(peer, position, data)) is not None:
+        if (
+            self._segments is not None
+            and (shared := self._segments.put(peer.shared_memory, position, data)) is not None
+        ):
             in_segment, is_first = shared
             return BroadcastPart(in_segment, None, is_first)
         return self._put_to_group(peer, position, data) if peer in self._receivers else None
 
-    def _put_to_group(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
+    def _put_to_group(self, peer: BroadcastPeer, position: int, data: memoryview) -> BroadcastPart | None:
         if not self._has_acquired:
             self._has_acquired, self._group = True, self._acquire(self._receivers)
         if self._group is None:
@@ -283,7 +289,7 @@ class Broadcast:
         part = self._group.add_receiver(peer, payload)
         return None if part is None else BroadcastPart(*part, is_first)
 
-    def not_sent(self, peer: int) -> None:
+    def not_sent(self, peer: BroadcastPeer) -> None:
         """Aborts the group, because the message to `peer` was not sent: it may not know of all broadcasts."""
         if self._group is not None and peer in self._receivers:
             self._group.abort(forms_again=True)

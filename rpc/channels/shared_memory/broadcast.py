@@ -1,14 +1,16 @@
 """One segment for the same payload to several workers of this host."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
 
 from ....proto.v1 import agent_pb2
+from .channel import SharedMemoryChannel
 from .mapping import address_and_size
+from .memory import SharedMemory
 from .peer import PeerSegments, describe
-from .sending import Segment, SegmentPool
+from .sending import Segment
 
 __all__ = ["SegmentBroadcast"]
 
@@ -19,7 +21,7 @@ class _SharedPayload:
 
     segment: Segment
     source: tuple[int, int]
-    missing: set[int]
+    missing: set[PeerSegments]
 
 
 @final
@@ -29,23 +31,32 @@ class SegmentBroadcast:
     The receivers map these segments privately, so each can write to what it receives.
     """
 
-    def __init__(self, pool: SegmentPool, receivers: Mapping[int, PeerSegments]) -> None:
+    def __init__(self, memory: SharedMemory, receivers: Collection[PeerSegments]) -> None:
         """Shares nothing yet.
 
         Args:
-            pool: makes segments for exactly these receivers.
-            receivers: by id.
+            memory: of this agent.
+            receivers: the segments that exactly they receive are used.
         """
-        self._pool = pool
+        self._pool = memory.pool_for(receivers)
         self._receivers = receivers
         self._payloads: dict[int, _SharedPayload] = {}
         """By position in the messages."""
 
-    def put(self, peer: int, position: int, data: memoryview) -> tuple[agent_pb2.Payload, bool] | None:
+    @classmethod
+    def to(cls, memory: SharedMemory, channels: Collection[SharedMemoryChannel]) -> "SegmentBroadcast | None":
+        """Returns what messages to these workers share; None if fewer than two of them are connected."""
+        segments = [channel.segments for channel in channels]
+        connected = [each for each in segments if each is not None and each.is_connected]
+        return cls(memory, connected) if len(connected) > 1 else None
+
+    def put(
+        self, receiver: SharedMemoryChannel, position: int, data: memoryview
+    ) -> tuple[agent_pb2.Payload, bool] | None:
         """Copies a payload of a message into a segment, if that of an earlier message has not been the same.
 
         Args:
-            peer: the message's receiver.
+            receiver: the message's.
             position: the payload's position among those of the message.
             data: its bytes.
 
@@ -53,7 +64,8 @@ class SegmentBroadcast:
             Its description, and whether the message is the first with these bytes. None if the payload must be
             sent in another way: the receiver has no segments, its bytes are others, or there is no memory.
         """
-        if peer not in self._receivers:
+        segments = receiver.segments
+        if segments is None or segments not in self._receivers:
             return None
         shared = self._payloads.get(position)
         is_first = shared is None
@@ -65,7 +77,7 @@ class SegmentBroadcast:
             self._payloads[position] = shared
         elif shared.source != address_and_size(data):
             return None
-        shared.missing.discard(peer)
+        shared.missing.discard(segments)
         return describe(shared.segment.number, data.nbytes), is_first
 
     def _put_first(self, data: memoryview) -> Segment | None:
@@ -88,12 +100,12 @@ class SegmentBroadcast:
             for descriptor in descriptors:
                 os.close(descriptor)
             return False
-        for receiver, descriptor in zip(self._receivers.values(), descriptors, strict=True):
+        for receiver, descriptor in zip(self._receivers, descriptors, strict=True):
             receiver.announce(segment, descriptor)
         return True
 
     def release(self) -> None:
         """Takes the segments back from receivers to which no message has named them. Called after the last one."""
         for shared in self._payloads.values():
-            for peer in shared.missing:
-                self._pool.take_back(self._receivers[peer], [shared.segment.number])
+            for receiver in shared.missing:
+                self._pool.take_back(receiver, [shared.segment.number])

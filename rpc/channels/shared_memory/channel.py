@@ -1,28 +1,17 @@
-"""The channel for large payloads between workers of one host: segments of shared memory."""
+"""The channel for large payloads to a worker of this host: segments of shared memory."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
-from ...contracts.options import ChannelOptions
-from ...execution.executor import Executor
 from ...wire.gathered import Gathered
 from ..base import PayloadLostError, check_size
-from ..segment_limit import SegmentLimit
-from .broadcast import SegmentBroadcast
 from .leases import Memory
-from .mapping import MAX_SEGMENTS
+from .memory import SharedMemory
 from .peer import PeerSegments
-from .sending import Segment, SegmentPool
-from .unmapping import Unmapper
 
 __all__ = ["SharedMemoryChannel"]
-
-IDLE_TIMEOUT_S = 10.0
-"""Seconds after which a pool that nothing has been sent from drops the segments that are free."""
 
 
 @final
@@ -32,124 +21,79 @@ class SharedMemoryChannel:
     What has come from a worker in a segment, and nothing else refers to, goes back to it in the same one: that
     takes no copy at all.
 
-    A worker is connected by `listener` when there is a unix socket to it; to other workers, and beyond the limit
-    of shared memory, `send` sends nothing, and the payload has to go by another channel.
+    A worker is connected while there is a unix socket to it. To others, and beyond the limit of shared memory,
+    `send` sends nothing, and the payload has to go by another channel.
     """
 
     name: ClassVar[str] = "segment"
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        executor: Executor,
-        options: ChannelOptions,
-        may_connect: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, memory: SharedMemory, *, may_connect: bool) -> None:
         """Shares nothing yet.
 
         Args:
-            loop: the agent's event loop.
-            executor: its threads unmap what is not used any more.
-            options: the bounds.
-            may_connect: tells by the id of a worker whether there can be a unix socket to it.
+            memory: of the agent.
+            may_connect: whether there can be a unix socket to the worker.
         """
         self.may_connect = may_connect
-        self._loop = loop
-        self._options = options
-        self._unmapper = Unmapper(executor)
-        self._limit = SegmentLimit(options.max_shared_bytes, MAX_SEGMENTS)
-        self._lock = threading.Lock()
-        """Guards changes of `_peers`, and `_shared_pools`."""
-        self._peers: dict[int, PeerSegments] = {}
-        self._former: dict[int, PeerSegments] = {}
-        """Those of the last connection that broke, by peer: some of what came by it may be read after that."""
-        self._shared_pools: dict[frozenset[PeerSegments], SegmentPool] = {}
-        """The pools of segments that several workers receive, by receivers."""
-        self._idle_check: asyncio.TimerHandle | None = None
+        self._memory = memory
+        self.segments: PeerSegments | None = None
+        """Those of the socket that there is now."""
+        self._former: PeerSegments | None = None
+        """Those of the last connection that broke: some of what came by it may be read after that."""
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all segments that this worker has made."""
-        return self._limit.used
+    def is_connected(self) -> bool:
+        """Whether there is a unix socket to the worker."""
+        return self.segments is not None and self.segments.is_connected
 
-    def is_connected(self, peer: int) -> bool:
-        """Returns whether there is a unix socket to a peer."""
-        state = self._peers.get(peer)
-        return state is not None and state.is_connected
+    def connect(self) -> PeerSegments:
+        """Returns what handles the frames about segments on a new socket. Called on the loop."""
+        self.segments = self._memory.new_segments()
+        return self.segments
 
-    def listener(self, peer: int) -> PeerSegments:
-        """Returns what handles the frames about segments on a new socket to a worker. Called on the loop."""
-        state = PeerSegments(self._loop, self._options, self._limit, self._unmapper)
-        with self._lock:
-            self._peers[peer] = state
-        if self._idle_check is None:
-            self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
-        return state
-
-    def send(self, peer: int, data: memoryview | Gathered) -> agent_pb2.Payload | None:
+    def send(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
         """Copies a payload into a segment.
 
         Returns:
-            Its description; None if there is no socket to the peer, or no memory within the limit.
+            Its description; None if there is no socket, or no memory within the limit.
         """
-        state = self._peers.get(peer)
-        return None if state is None else state.send(data)
+        segments = self.segments
+        return None if segments is None else segments.send(data)
 
-    def begin_send_back(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
+    def begin_send_back(self, data: memoryview) -> agent_pb2.Payload | None:
         """Describes a payload that may go back in the segment that it came in; None if it came in no such segment.
 
         Called while a message still refers to the bytes. `end_send_back` follows when it does not.
         """
-        state = self._peers.get(peer)
-        return None if state is None else state.begin_send_back(data)
+        segments = self.segments
+        return None if segments is None else segments.begin_send_back(data)
 
-    def end_send_back(self, peer: int, payload: agent_pb2.Payload) -> Memory | None:
+    def end_send_back(self, payload: agent_pb2.Payload) -> Memory | None:
         """Returns None if a payload goes back in its segment; else its bytes, because something refers to them."""
-        state = self._peers.get(peer)
-        return None if state is None else state.mapped.end_send_back(payload.segment.number)
+        segments = self.segments
+        return None if segments is None else segments.mapped.end_send_back(payload.segment.number)
 
-    def broadcast(self, receivers: Collection[int]) -> SegmentBroadcast | None:
-        """Returns what messages to these workers share; None if fewer than two of them are connected."""
-        with self._lock:
-            connected = {
-                peer: state
-                for peer in receivers
-                if (state := self._peers.get(peer)) is not None and state.is_connected
-            }
-            if len(connected) < 2:
-                return None
-            key = frozenset(connected.values())
-            pool = self._shared_pools.get(key)
-            if pool is None:
-                pool = self._shared_pools[key] = SegmentPool(self._limit, key)
-                for state in key:
-                    state.shared_pools = (*state.shared_pools, pool)
-        if pool.spent:
-            self._drop(pool.take_spent(), key)
-        return SegmentBroadcast(pool, connected)
-
-    def share_credits(self, peer: int, on_released: Callable[[Sequence[int]], None]) -> bool:
-        """Has numbers that a peer gives back, in the frames that give back its segments, reported elsewhere, too.
+    def share_credits(self, on_released: Callable[[Sequence[int]], None]) -> bool:
+        """Has what the worker gives back, in the frames that give back segments, reported elsewhere, too.
 
         Args:
-            peer: the other worker.
             on_released: takes the numbers, those of segments as well. Called by the thread that reads the socket.
 
         Returns:
-            Whether there is a socket to the peer.
+            Whether there is a socket.
         """
-        state = self._peers.get(peer)
-        if state is None or not state.is_connected:
+        segments = self.segments
+        if segments is None or not segments.is_connected:
             return False
-        state.on_others_released = on_released
+        segments.on_others_released = on_released
         return True
 
-    def releaser(self, peer: int) -> Callable[[int], None] | None:
-        """Returns what gives numbers back to a peer in these frames; None if there is no socket to the peer."""
-        state = self._peers.get(peer)
-        return state.release if state is not None and state.is_connected else None
+    def releaser(self) -> Callable[[int], None] | None:
+        """Returns what gives numbers back to the worker in these frames; None if there is no socket."""
+        segments = self.segments
+        return segments.release if segments is not None and segments.is_connected else None
 
-    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:
+    def receive(self, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes in their segment. Called by the thread that reads the socket.
 
         Raises:
@@ -157,83 +101,49 @@ class SharedMemoryChannel:
             ValueError: there is no such segment, or its bytes are in use.
         """
         number, nbytes = payload.segment.number, payload.segment.nbytes
-        check_size(nbytes, self._options)
-        state = self._peers.get(peer)
+        check_size(nbytes, self._memory.options)
+        segments = self.segments
         try:
-            if state is None:
+            if segments is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
             if payload.segment.sent_back:
-                return state.lease_own(number, nbytes)
-            return state.mapped.lease(number, nbytes)
+                return segments.lease_own(number, nbytes)
+            return segments.mapped.lease(number, nbytes)
         except ValueError:
-            former = self._former.get(peer)
+            former = self._former
             # A worker's numbers only grow.
             if former is not None and number <= former.highest(sent_back=payload.segment.sent_back):
                 raise PayloadLostError("its connection broke before it was read") from None
             raise
 
-    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Gives the segment back."""
-        if (state := self._peers.get(peer)) is None:
+    def discard(self, payload: agent_pb2.Payload) -> None:
+        """Gives the segment back. Called on any thread."""
+        if (segments := self.segments) is None:
             return
         if payload.segment.sent_back:
-            state.on_released([payload.segment.number])
+            segments.on_released([payload.segment.number])
         else:
-            state.mapped.drop(payload.segment.number)
+            segments.mapped.drop(payload.segment.number)
 
-    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
-        """Returns False: the receiver can look at the segment."""
-        return False
-
-    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+    def withdraw(self, payload: agent_pb2.Payload) -> None:
         """Takes back the segment of an envelope that was not sent, or gives it back without this."""
-        if (state := self._peers.get(peer)) is None:
+        if (segments := self.segments) is None:
             return
         if payload.segment.sent_back:
-            state.mapped.abort_send_back(payload.segment.number)
+            segments.mapped.abort_send_back(payload.segment.number)
         else:
-            state.on_released([payload.segment.number])
+            segments.on_released([payload.segment.number])
 
-    def drop_peer(self, peer: int, reason: str) -> None:  # noqa: ARG002
-        """Drops the segments for a lost peer. Bytes that were received from it stay readable and writable."""
-        self._drop_segments(peer)
-        self._former.pop(peer, None)
+    def drop(self, error: Exception) -> None:
+        """Drops the segments of the connection. Bytes that were received stay readable and writable."""
+        if (segments := self.segments) is not None:
+            self._former = segments  # first: another thread may read at the same time
+            self.segments = None
+            segments.close()
+        if isinstance(error, ConnectionError):  # there is no other one
+            self._former = None
 
-    def drop_connection(self, peer: int, reason: str) -> None:  # noqa: ARG002
-        """Drops the segments for a peer: others are made when there is another socket to it."""
-        self._drop_segments(peer)
-
-    def _drop_segments(self, peer: int) -> None:
-        with self._lock:
-            if (state := self._peers.get(peer)) is None:
-                return
-            self._former[peer] = state  # first: another thread may read at the same time
-            del self._peers[peer]
-        state.close()
-
-    async def close(self) -> None:
-        """Drops all segments."""
-        if self._idle_check is not None:
-            self._idle_check.cancel()
-        for peer in list(self._peers):
-            self.drop_peer(peer, "this worker shuts down")
-
-    def _drop_idle(self) -> None:
-        """Drops the free segments of the pools that were not used since the last check. Called on the loop."""
-        self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
-        for state in self._peers.values():
-            self._drop(state.pool.remove_idle(), [state])
-        for receivers, pool in self._shared_pools.copy().items():
-            self._drop(pool.remove_idle(), receivers)
-            if pool.close_if_empty():
-                with self._lock:
-                    del self._shared_pools[receivers]
-                    for state in receivers:
-                        state.shared_pools = tuple(each for each in state.shared_pools if each is not pool)
-
-    def _drop(self, segments: list[Segment], receivers: Collection[PeerSegments]) -> None:
-        """Has segments unmapped, here and by their receivers."""
-        numbers = [segment.number for segment in segments]
-        for state in receivers:
-            state.send_dropped(numbers)
-        self._unmapper.drop(segments)
+    def remove_idle(self) -> None:
+        """Drops the free segments, if nothing has been sent since the last call."""
+        if (segments := self.segments) is not None:
+            self._memory.drop(segments.pool.remove_idle(), [segments])

@@ -19,17 +19,29 @@ def network():
     return agent._network
 
 
-def channel():
-    return network()._shared_memory
+def memory():
+    return network().channels.memory
+
+
+def channels_to(worker_id):
+    """Returns this worker's channels to another."""
+    return network().peers.by_id[worker_id].channels
 
 
 def used_bytes():
-    return channel().used_bytes
+    return memory().used_bytes
+
+
+def segments_by_peer():
+    """Returns the segments between this worker and each that it has a socket to."""
+    channels = [peer.used_channels for peer in network().peers.all()]
+    found = [each.shared_memory.segments for each in channels if each is not None]
+    return [each for each in found if each is not None]
 
 
 def segments_in_use():
     """Returns how many segments the peers of this worker have not given back, and how many it has leased."""
-    peers = channel()._peers.values()
+    peers = segments_by_peer()
     pools = [peer.pool for peer in peers]
     lent = [number for pool in pools for number in pool._in_use if number not in pool._ended_here]
     return len(lent), sum(len(peer.mapped._leases) for peer in peers)

@@ -116,7 +116,7 @@ def wait_until_no_group_forms() -> None:
 def retry_forming() -> None:
     """Makes a worker try again to form groups that could not be formed, once it knows which these are."""
     wait_until_no_group_forms()
-    current_agent()._network.broadcasts._unformable.clear()
+    current_agent()._network.channels.broadcasts._unformable.clear()
 
 
 def no_engine(_setup: object) -> None:

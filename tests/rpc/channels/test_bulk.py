@@ -18,7 +18,7 @@ from gradwire.rpc.channels.bulk.parts import PART_BYTES
 
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
-from tests.rpc.channels.segments import network
+from tests.rpc.channels.segments import channels_to
 from tests.rpc.interruption import ctrl_c_within
 from tests.rpc.test_several_hosts import join_all, master
 from tests.stopped import stopped
@@ -40,8 +40,9 @@ held = []
 holding = threading.Lock()
 
 
-def bulk():
-    return network()._router._bulk
+def bulk(peer):
+    """Returns this worker's bulk connections to another one, and from it."""
+    return channels_to(peer).bulk
 
 
 def channel_to(name):
@@ -84,7 +85,7 @@ _read = receiving._ReceivingConnection._read
 
 def cut_bulk_connections(peer):
     """Cuts the connections by which this worker sends, as a broken network does."""
-    for connection in bulk()._sending[peer]._connections:
+    for connection in bulk(peer).sending._connections:
         with contextlib.suppress(OSError):  # the end of another one has closed it
             connection.socket.shutdown(socket.SHUT_RDWR)
 
@@ -111,7 +112,7 @@ def test_payloads_of_all_sizes(workers, connections):
 
     def check():
         connect("worker1")
-        assert len(bulk()._sending[1]._connections) == connections
+        assert len(bulk(1).sending._connections) == connections
         for size in (1, THRESHOLD - 1, THRESHOLD, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 9 * PART_BYTES + 3):
             x = torch.randint(256, (size,), dtype=torch.uint8)
             assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
@@ -166,7 +167,7 @@ def test_received_tensors_are_ordinary_ones(pair):
 
     a.run(fetch)
     b.kill()
-    a.run(wait_until, lambda: not bulk()._sending and not bulk()._receiving)
+    a.run(wait_until, lambda: not bulk(1).sending and not bulk(1).receiving)
     a.run(check)
 
 
@@ -233,7 +234,7 @@ def test_without_tcp_large_payloads_go_in_chunks(workers, mine, theirs):
         for _ in range(3):
             x = torch.rand(MIB)
             assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
-        wait_until(lambda: not bulk()._attempts)
+        wait_until(lambda: not bulk(1)._attempt)
         assert channel_to("worker1") == rpc.rpc_sync("worker1", channel_to, ("worker0",)) == "chunked"
 
     started[0].run(check)
@@ -247,8 +248,8 @@ def test_on_one_host_shared_memory_is_preferred(workers):
         assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
         assert torch.equal(rpc.rpc_sync("worker0", identity, (x,)), x)
         assert rpc.debug_info()["channels"] == {"worker0": "local", "worker1": "segment"}
-        assert not bulk()._attempts
-        assert not bulk()._sending
+        assert not bulk(1)._attempt
+        assert not bulk(1).sending
 
     a.run(check)
 
@@ -261,7 +262,7 @@ def test_beyond_the_limit_of_shared_memory_bulk_connections_are_used(workers):
         rpc.rpc_sync("worker1", process_id)
         x = torch.rand(MIB)
         assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
-        wait_until(lambda: bulk().is_connected(1))
+        wait_until(lambda: bulk(1).is_connected)
         assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
 
     a.run(check)
@@ -300,7 +301,7 @@ def test_an_answer_whose_connection_breaks_fails_the_call(pair):
     a, b = pair
     a.run(hold)
     a.run(start_call, torch.ones, UNREAD)
-    b.run(wait_until, lambda: bulk()._sending[0]._payloads)
+    b.run(wait_until, lambda: bulk(0).sending._payloads)
     b.run(cut_bulk_connections, 0)
     a.run(release)
     with pytest.raises(AnswerFailedError, match="'worker1' has run the call, but could not send the answer: its"):
@@ -312,12 +313,12 @@ def test_malformed_bytes_cost_the_bulk_connections_only(pair):
     a, b = pair
 
     def spoil():
-        bulk()._sending[1]._connections[0].socket.sendall(b"no header at all")
-        wait_until(lambda: not bulk()._sending)
+        bulk(1).sending._connections[0].socket.sendall(b"no header at all")
+        wait_until(lambda: not bulk(1).sending)
 
     a.run(setattr, channel, "RETRY_AFTER_S", 1000.0)
     a.run(spoil)
-    b.run(wait_until, lambda: not bulk()._receiving)
+    b.run(wait_until, lambda: not bulk(0).receiving)
     assert a.run(channel_to, "worker1") == "chunked"
     a.run(echo_many, "worker1", 0)
 
@@ -374,11 +375,11 @@ def test_a_peer_that_dies_in_the_middle_is_lost(pair, kill):
     for _ in range(3):
         with pytest.raises(WorkerLostError, match="'worker1' is lost"):
             a.run(result_of_call)
-    a.run(wait_until, lambda: not bulk()._sending and not bulk()._receiving)
+    a.run(wait_until, lambda: not bulk(1).sending and not bulk(1).receiving)
 
 
 def connections_received():
-    return [len(each._connections) for each in list(bulk()._receiving.values())]
+    return [len(each._connections) for each in list(bulk(0).receiving.values())]
 
 
 def open_sockets():

@@ -380,7 +380,7 @@ def test_a_peer_gets_a_bounded_number_of_connections(agents):
     a, b = agents(2, transports=("tcp", "grpc"))
     assert rpc_through(a, b) == "ready"
     received = []
-    a._network._router._bulk._sockets._requests[b.info.id, 99] = Recorder(received)
+    a._network.channels.bulk.sockets._requests[99] = a.peers.of(b.info), Recorder(received)
     for bundle, count in [(number, 2) for number in range(100, 110)] + [(200, 0), (201, 17), (100, 2)]:
         request = agent_pb2.BulkRequest(bundle=bundle, connections=count)
         b_id = b.info.id
@@ -389,7 +389,7 @@ def test_a_peer_gets_a_bounded_number_of_connections(agents):
     a._network.call_soon(a.peers.of(b.info).send_frame, agent_pb2.Frame(bulk_request=request))
     wait_until(lambda: received)
     assert received == [[]]
-    assert len(b._network._router._bulk._receiving) == channel.MAX_BUNDLES
+    assert len(b.peers.of(a.info).channels.bulk.receiving) == channel.MAX_BUNDLES
 
 
 class Recorder:

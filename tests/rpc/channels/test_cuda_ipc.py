@@ -272,7 +272,7 @@ def test_a_device_that_fails_while_sending_is_not_used(workers):
 
     def check():
         tensor = use_ipc()
-        pool = current_agent()._network.cuda_ipc._pools[1]  # type: ignore[attr-defined]
+        pool = current_agent().peers.by_id[1].channels.cuda_ipc._pool  # type: ignore[attr-defined]
         wait_until(lambda: not pool._lent)  # else there would be a second segment
         fake_cuda.gpus.is_broken = True
         assert rpc.rpc_sync("worker1", describe, args=(tensor,)) == describe(tensor)
@@ -381,12 +381,12 @@ def test_malformed_segments_are_refused(workers):
 
     def check():
         use_ipc()
-        channel = current_agent()._network.cuda_ipc  # type: ignore[attr-defined]
+        channel = current_agent().peers.by_id[1].channels.cuda_ipc  # type: ignore[attr-defined]
         refused = []
-        channel._pools[1].on_refused = lambda numbers, reason: refused.append((list(numbers), reason))
+        channel._pool.on_refused = lambda numbers, reason: refused.append((list(numbers), reason))
         for wrong, reason in MALFORMED:
             fields = {**WELL_FORMED, **wrong}
-            channel._send_frame(1, agent_pb2.DeviceFrame(segments=[agent_pb2.DeviceSegment(**fields)]))
+            channel._send_frame(agent_pb2.DeviceFrame(segments=[agent_pb2.DeviceSegment(**fields)]))
             wait_until(lambda: refused)
             numbers, text = refused.pop()
             assert numbers == [fields["number"]]
@@ -399,18 +399,18 @@ def test_malformed_segments_are_refused(workers):
 
 def receive_after_a_break() -> list[type[Exception]]:
     """Returns what payloads of worker0 in an old and in an unknown segment are refused with after a break."""
-    network = current_agent()._network  # type: ignore[attr-defined]
-    channel = network.cuda_ipc
-    highest = channel._mapped[0].highest
+    agent = current_agent()
+    channel = agent.peers.by_id[0].channels.cuda_ipc  # type: ignore[attr-defined]
+    highest = channel._mapped.highest
 
     async def drop() -> None:
-        channel.drop_connection(0, "its connection broke")
+        channel.drop(PayloadLostError("its connection broke"))
 
-    network._events.run(drop())
+    agent._network._events.run(drop())  # type: ignore[attr-defined]
     refusals = []
     for number in (highest, highest + 1):
         with pytest.raises(ValueError, match="connection broke|malformed") as caught:
-            channel.receive(0, agent_pb2.Payload(cuda_ipc={"number": number, "nbytes": 4}))
+            channel.receive(agent_pb2.Payload(cuda_ipc={"number": number, "nbytes": 4}))
         refusals.append(caught.type)
     return refusals
 
@@ -426,9 +426,9 @@ def test_idle_segments_are_freed_when_the_receiver_has_unmapped_them(workers):
 
     def check():
         use_ipc()
-        channel = current_agent()._network.cuda_ipc  # type: ignore[attr-defined]
+        network = current_agent()._network  # type: ignore[attr-defined]
         for _ in range(2):  # used since the last check; then not
-            channel._loop.call_soon_threadsafe(channel._remove_idle)
+            network.call_soon(network.channels._remove_idle)
         assert fake_cuda.gpus.freed.acquire(timeout=60)
         wait_until(lambda: rpc.debug_info()["cuda"]["ipc_bytes"] == 0)
         tensor = use_ipc()  # and made again

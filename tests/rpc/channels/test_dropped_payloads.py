@@ -20,19 +20,18 @@ from tests.remote_functions import identity, wait_until
 def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(agents, monkeypatch):
     """Its payloads would be waited for, and their memory kept, for ever: nobody sends them again."""
     a, b = agents(2)
-    network = a._network
     dropped = threading.Event()
     monkeypatch.setattr(a._dispatcher, "on_dropped", lambda *_: dropped.set())
-    envelope = agent_pb2.Envelope(id=9, type=MessageType.CALL)
+    envelope = agent_pb2.Envelope(id=9, type=MessageType.CALL, has_payloads=True)
     envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = 9, 1000
 
     async def read_and_break() -> None:
         a.peers.of(b.info).on_envelope(envelope, 0)
         a.peers.of(b.info).on_broken(WorkerEnd(LossCause.DISCONNECTED, "its connection broke"), ())
 
-    network._events.run(read_and_break())
+    a._network._events.run(read_and_break())
     assert dropped.wait(20)
-    assert network._router.announced.pending(b.info.wire_id) == (0, 0)
+    assert a.peers.of(b.info).channels.announced.count == 0
     wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
 
 
@@ -42,7 +41,7 @@ def read_old_message(agent: GrpcAgent, source: WorkerInfo, payload: agent_pb2.Pa
 
     async def break_and_read() -> None:
         peer.break_off("its connection broke")
-        peer.on_envelope(agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload), 0)
+        peer.on_envelope(agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload, has_payloads=True), 0)
 
     agent._network._events.run(break_and_read())
 
@@ -53,7 +52,7 @@ def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monk
     data = torch.ones(1 << 16)
     with holder.using(b):
         assert torch.equal(rpc.rpc_sync(a.info, identity, (data,)), data)
-    highest = a._network._shared_memory._peers[b.info.wire_id].mapped.highest
+    highest = a.peers.of(b.info).channels.shared_memory.segments.mapped.highest
     rejected: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     monkeypatch.setattr(a._server, "reject", lambda _source, _envelope, error: rejected.put(error))
     for number, is_lost in ((highest, True), (highest, True), (highest + 1, False)):

@@ -5,6 +5,7 @@ import concurrent.futures
 import gc
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from gradwire import rpc
 from gradwire.errors import LossCause, RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.channels import announced, chunked
+from gradwire.rpc.channels import announced
 from gradwire.rpc.channels.announced import AnnouncedPayloads, TooMuchAnnouncedError
+from gradwire.rpc.channels.chunked import channel as chunked
 from gradwire.rpc.channels.cuda import channel as cuda_channel
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
@@ -29,23 +31,24 @@ from tests.remote_functions import add, identity, wait_until
 MIB = 1 << 20
 
 
-def test_payloads_are_counted_by_sender(monkeypatch):
+def test_payloads_that_have_not_arrived_are_bounded(monkeypatch):
     monkeypatch.setattr(announced, "MAX_ANNOUNCED", 5)
     payloads = AnnouncedPayloads(100)
-    payloads.begin(1, 2, 400)
+    payloads.begin(2, 400)
     with pytest.raises(TooMuchAnnouncedError, match="payloads of 1 bytes are refused: 2 of 400 bytes"):
-        payloads.begin(1, 1, 1)
-    payloads.begin(2, 5, 5)
+        payloads.begin(1, 1)
+    payloads.end(2, 400)
+    payloads.begin(5, 5)
     with pytest.raises(TooMuchAnnouncedError):
-        payloads.begin(2, 1, 1)
-    payloads.end(1, 2, 400)
-    payloads.begin(1, 1, 400)
-    assert payloads.pending(1) == (1, 400)
+        payloads.begin(1, 1)
+    payloads.end(5, 5)
+    payloads.begin(1, 400)
+    assert (payloads.count, payloads.nbytes) == (1, 400)
 
 
 def announcement(number: int, nbytes: int) -> agent_pb2.Envelope:
     """An envelope of a call whose body is to come by chunks."""
-    envelope = agent_pb2.Envelope(id=number, type=CALL)
+    envelope = agent_pb2.Envelope(id=number, type=CALL, has_payloads=True)
     envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = number, nbytes
     return envelope
 
@@ -53,10 +56,10 @@ def announcement(number: int, nbytes: int) -> agent_pb2.Envelope:
 def test_a_worker_that_announces_too_much_is_refused(agents):
     """Without a bound, each of the envelopes had memory allocated for as much as the options allow."""
     a, b, c = agents(3, channels=rpc.ChannelOptions(max_payload_bytes=MIB))
-    network = a._network
+    of_b = a.peers.of(b.info).channels.announced
     for number in range(1, 10):
         a.peers.of(b.info).on_envelope(announcement(number, MIB), 100)
-    wait_until(lambda: network._router.announced.pending(b.info.id) == (4, 4 * MIB))
+    wait_until(lambda: (of_b.count, of_b.nbytes) == (4, 4 * MIB))
     wait_until(lambda: not a._server._received.figures(a.peers.of(b.info).received)["received_requests"])
     wait_until(lambda: len(a._server.calls.waiting) == 4)  # those that are refused are forgotten a moment later
     with holder.using(c):
@@ -65,7 +68,7 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
     b.shutdown(graceful=False, timeout=0)
     with holder.using(c):
         assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
-    wait_until(lambda: network._router.announced.pending(b.info.id) == (0, 0))
+    wait_until(lambda: (of_b.count, of_b.nbytes) == (0, 0))
 
 
 @pytest.mark.parametrize("transports", [("grpc",), ("tcp", "grpc"), ("unix", "tcp", "grpc")])
@@ -75,27 +78,24 @@ def test_payloads_that_have_arrived_are_not_counted(agents, transports):
         tensor = torch.ones(MIB, requires_grad=True)
         for _ in range(5):  # by chunks first, then by bulk connections
             assert torch.equal(rpc.rpc_sync(b.info, identity, (tensor,)), tensor)
-    wait_until(lambda: b._network._router.announced.pending(a.info.id) == (0, 0))
-    wait_until(lambda: a._network._router.announced.pending(b.info.id) == (0, 0))
+    wait_until(lambda: not b.peers.of(a.info).channels.announced.count)
+    wait_until(lambda: not a.peers.of(b.info).channels.announced.count)
 
 
 def test_who_announces_refused_payloads_without_end_is_lost(monkeypatch):
     monkeypatch.setattr(chunked, "MAX_ANNOUNCED", 5)
-    broken: list[tuple[int, str]] = []
+    broken: list[str] = []
 
     async def run() -> None:
-        channel = chunked.ChunkedChannel(
-            asyncio.get_running_loop(),
-            SimpleNamespace(),
-            str,
-            rpc.ChannelOptions(),
-            lambda peer, reason: broken.append((peer, reason)),
-        )
+        peer: Any = SimpleNamespace(abort=broken.append)
+        handshake: Any = None
+        parts = chunked.ChunkParts(asyncio.get_running_loop(), handshake, str, rpc.ChannelOptions())
+        channel = chunked.ChunkedChannel(peer, parts)
         for number in range(11):
-            channel.discard(1, announcement(number, 10).body)
+            channel.discard(announcement(number, 10).body)
 
     asyncio.run(run())
-    assert broken == [(1, "it announces payloads that it does not send")]
+    assert broken == ["it announces payloads that it does not send"]
 
 
 def answer(identifier: int) -> agent_pb2.Envelope:
@@ -114,8 +114,8 @@ def test_what_a_lost_worker_still_sends_is_dropped(agents):
         for _ in range(3):
             rpc.rpc_async(a.info, torch.numel, (payload,), timeout=0)
     b._network._events.run(asyncio.sleep(0))  # now they are queued
-    wait_until(lambda: not b._network._router._chunked.queued_bytes(0))
-    assert not a._network._router._chunked._receivers
+    wait_until(lambda: not b.peers.of(a.info).channels.chunked.queued_bytes)
+    assert not a.peers.of(b.info).channels.announced.count
 
 
 def test_answers_to_no_request_are_dropped(agents):
@@ -238,12 +238,13 @@ def connected(agents) -> tuple[GrpcAgent, GrpcAgent]:
 def test_a_worker_that_announces_device_memory_without_end_is_lost(agents, monkeypatch):
     monkeypatch.setattr(cuda_channel, "MAX_MAPPED", 4)
     a, b = connected(agents)
-    a._network.cuda_ipc._executor = SimpleNamespace(submit_urgent=lambda *_: None)  # too busy to map it
+    a._network.channels.devices.executor = SimpleNamespace(submit_urgent=lambda *_: None)  # too busy to map it
     for count in (4, 1):
         assert not a.debug_info()["lost_workers"]
         segments = [agent_pb2.DeviceSegment(number=number) for number in range(count)]
-        b._network.cuda_ipc._send_frame(a.info.id, agent_pb2.DeviceFrame(segments=segments))
-        wait_until(lambda: a._network.cuda_ipc._announced[b.info.id] == 4)
+        frame = agent_pb2.Frame(devices=agent_pb2.DeviceFrame(segments=segments))
+        b._network.call_soon(b.peers.of(a.info).send_frame, frame)
+        wait_until(lambda: a.peers.of(b.info).channels.cuda_ipc._announced == 4)
     wait_until(lambda: a.debug_info()["lost_workers"])
     assert "more than 4 segments of device memory at a time" in a.debug_info()["lost_workers"]["agent1"]
 
@@ -255,7 +256,7 @@ def test_a_worker_that_does_not_read_what_it_asks_for_is_lost(agents, monkeypatc
     async def ask(times: int) -> None:
         for _ in range(times):  # while nothing is sent
             request = agent_pb2.BulkRequest(bundle=1)
-            a._network._streams._parts.sockets.on_frame(b.info.id, agent_pb2.Frame(bulk_request=request))
+            a.peers.of(b.info).on_frame(agent_pb2.Frame(bulk_request=request))
 
     a._network._events.run(ask(4))
     with holder.using(b):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
+from gradwire.rpc.channels import channels
 from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import receiving
 from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
@@ -23,13 +23,13 @@ from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import (
     MIB,
-    channel,
     keep,
     kept,
     kept_sums,
     mapped_files,
     network,
     release_kept,
+    segments_by_peer,
     segments_of,
     used_bytes,
     write_to_all,
@@ -240,7 +240,7 @@ def test_idle_segments_are_dropped_by_both(workers):
 
 
 def setattr_of_channel(seconds):
-    shared_memory.IDLE_TIMEOUT_S = seconds
+    channels.IDLE_TIMEOUT_S = seconds
 
 
 unmapping_threads = []
@@ -409,7 +409,7 @@ def test_what_is_not_used_any_more_is_given_back_without_another_message(pair):
         rpc.rpc_sync("worker1", keep, (torch.ones(MIB),))
 
     def free_segments():
-        (peer,) = channel()._peers.values()
+        (peer,) = segments_by_peer()
         return sum(map(len, peer.pool._free.values()))
 
     a.run(send)

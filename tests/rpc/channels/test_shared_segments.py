@@ -7,8 +7,8 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
+from gradwire.rpc.channels import channels
 from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import mapping
 from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
 from gradwire.rpc.channels.shared_memory.sending import SegmentPool
@@ -19,10 +19,10 @@ from tests.remote_functions import wait_until
 from tests.rpc.channels.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
 from tests.rpc.channels.segments import (
     MIB,
-    channel,
     keep,
     kept_sums,
     mapped_files,
+    memory,
     release_kept,
     used_bytes,
     write_to_all,
@@ -40,7 +40,7 @@ def four(workers):
 
 
 def free_shared_segments():
-    return sum(len(free) for pool in channel()._shared_pools.values() for free in pool._free.values())
+    return sum(len(free) for pool in memory()._pools.values() for free in pool._free.values())
 
 
 def check_and_overwrite(tensor, value):
@@ -260,7 +260,7 @@ def test_beyond_the_limit_each_worker_is_sent_the_bytes(workers):
 
 
 def set_idle_timeout(seconds):
-    shared_memory.IDLE_TIMEOUT_S = seconds
+    channels.IDLE_TIMEOUT_S = seconds
 
 
 def test_idle_segments_are_dropped_by_all(workers):
@@ -271,7 +271,7 @@ def test_idle_segments_are_dropped_by_all(workers):
     def send():
         each_result(OTHERS, os.getpid)
         each_result(OTHERS, total, (ramp(),))
-        wait_until(lambda: used_bytes() == 0 and not channel()._shared_pools)
+        wait_until(lambda: used_bytes() == 0 and not memory()._pools)
 
     for _ in range(2):
         started[0].run(send)

@@ -8,7 +8,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.broadcast import channel
+from gradwire.rpc.channels.broadcast import broadcasts, channel
 from gradwire.rpc.collectives import leader
 from gradwire.rpc.collectives.leader import ASK_RESULT, TELL_RESULT
 from gradwire.rpc.collectives.rounds import RoundResult
@@ -130,13 +130,14 @@ def test_results_are_taken_from_members_that_were_asked(agents):
 def test_broadcasts_are_requested_again_by_their_receivers(agents):
     a, b, _ = agents(3)
     resent: list[tuple[int, int]] = []
-    group = SimpleNamespace(receivers=(2,), resend=lambda receiver, first: resent.append((receiver, first)))
+    receivers = (a.peers.by_id[2].channels,)
+    group = SimpleNamespace(receivers=receivers, resend=lambda receiver, first: resent.append((receiver, first)))
     group = _Weakly(**vars(group))
-    a._network.broadcasts._by_number[7] = group
-    assert isinstance(tell(b, a, channel.RESEND, (7, 0)), ValueError)
-    assert tell(b, a, channel.RESEND, (8, 0)) is None
+    a._network.channels.broadcasts._by_number[7] = group
+    assert isinstance(tell(b, a, broadcasts.RESEND, (7, 0)), ValueError)
+    assert tell(b, a, broadcasts.RESEND, (8, 0)) is None
     for payload in ((1,), 3, (7, False, 1), ("a", False), (7, 1)):
-        assert isinstance(tell(b, a, channel.ENDED, payload), Exception)
+        assert isinstance(tell(b, a, broadcasts.ENDED, payload), Exception)
     assert not resent
 
 
@@ -150,22 +151,22 @@ def test_groups_of_one_sender_are_bounded(agents, monkeypatch):
     monkeypatch.setattr(channel, "MAX_RECEIVING_GROUPS", 0)
     monkeypatch.setattr(channel, "MAX_GROUPS", 3)
     a, _, c = agents(3)
-    network = a._network
+    network, of_c = a._network, a.peers.of(c.info).channels.broadcast
 
     async def announce(group: int) -> None:
         payload = agent_pb2.BroadcastPayload(group=group, nbytes=8, members=[2, 0], transfer_id=group)
-        network.broadcasts.receive(c.info.id, agent_pb2.Payload(broadcast=payload))
+        of_c.receive(agent_pb2.Payload(broadcast=payload))
 
     async def discard(group: int) -> None:
         payload = agent_pb2.BroadcastPayload(group=group, nbytes=8, members=[2, 0], transfer_id=group)
-        network.broadcasts.discard(c.info.id, agent_pb2.Payload(broadcast=payload))
+        of_c.discard(agent_pb2.Payload(broadcast=payload))
 
     for group in (1, 2, 3):
         network._events.run(announce(group))
     with pytest.raises(ValueError, match="more than 3 groups"):
         network._events.run(announce(4))
     network._events.run(discard(4))
-    assert network.broadcasts.groups == 3
+    assert network.channels.groups == 3
 
 
 def send_item(sender, receiver, stream: int, index: int, value: object = 1) -> None:

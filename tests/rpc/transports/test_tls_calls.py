@@ -36,7 +36,7 @@ def has_tls(peer: int) -> bool:
 
 
 def bulk_has_tls(peer: int) -> bool:
-    bundle = network()._router._bulk._sending.get(peer)
+    bundle = network().peers.by_id[peer].channels.bulk.sending
     return bundle is not None and all(isinstance(each.socket, TlsSocket) for each in bundle._connections)
 
 

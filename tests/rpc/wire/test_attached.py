@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.remote_functions import identity, wait_until
-from tests.rpc.channels.segments import network
+from tests.rpc.channels.segments import channels_to, network
 
 MIB = 1 << 20
 TCP = ("tcp", "grpc")
@@ -328,7 +328,7 @@ def test_they_arrive_by_grpc_if_the_socket_has_gone(workers):
     a, _ = workers.rpc(2, transports=("grpc",))
 
     def send() -> None:
-        network()._router._has_socket = lambda _peer: True  # which it had when the message was made
+        type(network().peers.by_id[1]).has_socket = True  # which it had when the message was made
         sent = [torch.rand(40_000), torch.arange(50_000)]
         for got, tensor in zip(rpc.rpc_sync("worker1", identity, (sent,)), sent, strict=True):
             assert torch.equal(got, tensor)
@@ -354,10 +354,10 @@ def test_tensors_follow_their_message_and_larger_ones_do_not(workers):
                 assert torch.equal(got, tensor)
                 assert got.data_ptr() % 64 == 0 or got.numel() < 1000
                 got.add_(1)  # it is an ordinary tensor
-        assert not network()._router._bulk.is_connected(1)
+        assert not channels_to(1).bulk.is_connected
         large = torch.rand(MIB)
         assert torch.equal(rpc.rpc_sync("worker1", identity, (large,)), large)
-        wait_until(lambda: network()._router._bulk.is_connected(1))
+        wait_until(lambda: channels_to(1).bulk.is_connected)
 
     a.run(send)
 
@@ -369,12 +369,12 @@ def test_the_option_sends_them_apart(workers):
     def send(count: int) -> bool:
         tensor = torch.rand(count)
         assert torch.equal(rpc.rpc_sync("worker1", identity, (tensor,)), tensor)
-        return network()._router._bulk.is_connected(1)
+        return channels_to(1).bulk.is_connected
 
     a.run(connect)
     assert not a.run(send, 50_000)
     a.run(send, 50_001)
-    a.run(lambda: wait_until(lambda: network()._router._bulk.is_connected(1)))
+    a.run(lambda: wait_until(lambda: channels_to(1).bulk.is_connected))
 
 
 def test_more_than_they_may_be_is_an_error():

@@ -9,7 +9,6 @@ import torch
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RpcError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.inline import InlineChannel
 from gradwire.rpc.contracts.messages import Handler, MessageType, Request
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
@@ -118,7 +117,10 @@ def test_malformed_requests_get_errors(agents):
     float32 = agent_pb2.FLOAT32
     cases = [
         (agent_pb2.Envelope(type=MessageType.CALL), "EOFError|Ran out of input"),
-        (agent_pb2.Envelope(type=MessageType.CALL, body=chunked), "bytes are refused: .* max_payload_bytes"),
+        (
+            agent_pb2.Envelope(type=MessageType.CALL, body=chunked, has_payloads=True),
+            "bytes are refused: .* max_payload_bytes",
+        ),
         (agent_pb2.Envelope(type=999), "message type 999 has no handler"),
     ]
     tensors = [
@@ -129,7 +131,10 @@ def test_malformed_requests_get_errors(agents):
         agent_pb2.Tensor(dtype=float32, sizes=[1], data=chunked),
         agent_pb2.Tensor(dtype=float32, sizes=[1], parts=[agent_pb2.Tensor(dtype=float32, sizes=[0])]),
     ]
-    cases += [(agent_pb2.Envelope(type=MessageType.CALL, tensors=[t]), "malformed|refused") for t in tensors]
+    cases += [
+        (agent_pb2.Envelope(type=MessageType.CALL, tensors=[t], has_payloads=True), "malformed|refused")
+        for t in tensors
+    ]
     indices = agent_pb2.Tensor(dtype=agent_pb2.INT64, sizes=[1, 1])
     indices.data.inline = (7).to_bytes(8, "little")
     outside = agent_pb2.Tensor(
@@ -143,7 +148,9 @@ def test_malformed_requests_get_errors(agents):
             group=group, nbytes=nbytes, members=[0, 1], transfer_id=1000 + group
         )
         tensor = agent_pb2.Tensor(dtype=float32, sizes=[1], data=agent_pb2.Payload(broadcast=announced))
-        cases.append((agent_pb2.Envelope(type=MessageType.CALL, tensors=[tensor, tensor]), text))
+        cases.append(
+            (agent_pb2.Envelope(type=MessageType.CALL, tensors=[tensor, tensor], has_payloads=True), text)
+        )
     reference = agent_pb2.Reference(owner=9)
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, references=[reference]), "does not know the owner of"))
     for envelope, text in cases:
@@ -167,7 +174,7 @@ def test_chunks_that_do_not_fit_are_refused(agents, loop):
             await call.done_writing()
             await call
 
-    future = send_envelope(a, b, agent_pb2.Envelope(type=MessageType.CALL, body=payload))
+    future = send_envelope(a, b, agent_pb2.Envelope(type=MessageType.CALL, body=payload, has_payloads=True))
     loop.run(transfer(), 20)
     with pytest.raises(ValueError, match="more than the announced 4 bytes"):
         future.wait()
@@ -197,8 +204,7 @@ def test_values_and_tensors_round_trip(value, shapes):
     packer = Packer()
     tensors = [torch.randn(shape) for shape in shapes]
     packed = packer.pack((value, tensors, value), "the value")
-    channel = InlineChannel()
-    messages = encode_tensors(packed.tensors, lambda data: channel.send(0, data)[0])
+    messages = encode_tensors(packed.tensors, lambda data: agent_pb2.Payload(inline=bytes(data)))
     sent = [message.SerializeToString() for message in messages]
     arrived = decode_tensors(map(agent_pb2.Tensor.FromString, sent), lambda p: p.inline)
     first, got, second = unpickle(packed.body, arrived, [])
