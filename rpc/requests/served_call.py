@@ -11,8 +11,9 @@
 | DONE      |                                 |                                                        |
 
 Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states, and in
-DEFERRED. Until it runs it is in `ServedCalls.waiting`, and in DEFERRED it is in `ServedCalls.deferred`: whoever
-takes it out there decides what becomes of it, which is one operation on a dict. Requests that carry no values of
+DEFERRED. What comes while it runs ends it when it is deferred. Until it runs it is in `ServedCalls.waiting`, and in
+DEFERRED it is in `ServedCalls.deferred`: whoever takes it out there decides what becomes of it, which is one
+operation on a dict. Requests that carry no values of
 users, and messages without an id, are in neither: they run when a thread comes to them.
 """
 
@@ -53,6 +54,7 @@ class ServedCall:
         "deadline",
         "envelope",
         "handler",
+        "is_cancelled",
         "key",
         "message",
         "nbytes",
@@ -79,6 +81,8 @@ class ServedCall:
         self.deadline = time.monotonic() + timeout / 1000 if timeout else 0.0
         """The time of `time.monotonic` until which its caller waits; 0 for ever."""
         self.state = ServedState.ARRIVED
+        self.is_cancelled = False
+        """Whether its caller has cancelled it while it ran."""
         self.payloads: PayloadReader | None = None
         """Reads its payloads, when all have come."""
         self.nbytes = 0

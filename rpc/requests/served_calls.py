@@ -70,6 +70,8 @@ class ServedCalls:
         """
         self.waiting: dict[CallKey, ServedCall] = {}
         """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
+        self.running: dict[CallKey, ServedCall] = {}
+        """Those that run."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
         self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
@@ -98,6 +100,7 @@ class ServedCalls:
         if call.deadline and time.monotonic() >= call.deadline:
             return NotBegun.EXPIRED
         call.state = ServedState.RUNNING
+        self.running[call.key] = call
         return None
 
     def is_due(self, call: ServedCall) -> bool:
@@ -105,8 +108,13 @@ class ServedCalls:
         return call.key in self.waiting and not call.is_expired
 
     def cancel(self, key: CallKey) -> bool:
-        """Keeps a request from beginning; returns False if it has begun, or never arrived."""
+        """Keeps a request from beginning; returns False if it has begun, or never arrived.
+
+        If it runs, and is to be answered later, `defer` says that it is cancelled.
+        """
         is_cancelled = self.waiting.pop(key, None) is not None
+        if not is_cancelled and (call := self.running.get(key)) is not None:
+            call.is_cancelled = True
         if self._parked:
             self._wake(key)
         return is_cancelled
@@ -123,10 +131,15 @@ class ServedCalls:
 
     # Those that are answered later.
 
-    def defer(self, call: ServedCall, message: Incoming) -> None:
-        """Registers a request whose answer a future will have; `take_deferred` follows."""
+    def defer(self, call: ServedCall, message: Incoming) -> bool:
+        """Registers a request whose answer a future will have; `take_deferred` follows.
+
+        Returns:
+            False if nobody waits for the answer: what ended it came before it was there to be found.
+        """
         call.message, call.state = message, ServedState.DEFERRED
         self.deferred[call.key] = call
+        return not call.is_cancelled and call.source.end is None
 
     def take_deferred(self, key: CallKey) -> ServedCall | None:
         """Takes such a request, to answer it or to give it up; None if that has been done."""

@@ -133,6 +133,7 @@ class Server(WorkerWatcher):
                 self._run(call, handler)
             finally:
                 nesting.depth, nesting.deadline = 0, 0.0
+                self.calls.running.pop(call.key, None)
                 self._counter.end_serving(deferred=call.message is not None)
 
     def _postpone(self, call: ServedCall) -> bool:
@@ -237,9 +238,9 @@ class Server(WorkerWatcher):
                     return
                 future = cast(Deferred, result).future
                 if not future.done():
-                    self.calls.defer(call, message)
+                    is_awaited = self.calls.defer(call, message)
                     future.add_done_callback(partial(self._answer_later, call.key))
-                    if call.source.end is not None:  # its loss may have been handled before this was registered
+                    if not is_awaited:
                         self._executor.submit(self.abort, [call.key])
                     return
                 # Not raised here: every raise would add a frame to an error that is kept.

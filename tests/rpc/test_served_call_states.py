@@ -4,6 +4,7 @@ import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from gradwire.proto.v1 import agent_pb2
@@ -32,6 +33,8 @@ PEER = WorkerInfo("peer", 1)
 MAX_PARKED = 4
 
 VALUE, FAILURE, FUTURE = "value", "failure", "future"
+CANCELLED = "cancelled"
+"""The request is cancelled while it runs, and returns a future."""
 
 
 class Promise:
@@ -63,6 +66,7 @@ class Functions(Extension):
         self.promises: dict[int, Promise] = {}
         self.futures: dict[int, concurrent.futures.Future[int]] = {}
         self.runs: Counter[int] = Counter()
+        self.cancel: Callable[[agent_pb2.Envelope], None]
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         return {CALL: Handler(self.run, user_values=True, cancellable=True)}
@@ -76,6 +80,9 @@ class Functions(Extension):
         self.runs[identifier] += 1
         if self.kinds[identifier] == FAILURE:
             raise ValueError("the function fails")
+        if self.kinds[identifier] == CANCELLED:
+            self.cancel(message.envelope)
+            return Deferred(concurrent.futures.Future())
         if self.kinds[identifier] == FUTURE:
             self.futures[identifier] = future = concurrent.futures.Future()
             return Deferred(future)
@@ -158,12 +165,13 @@ class Requests(RuleBasedStateMachine):
             self.calls,
             Backlogs(options, lambda _task: None),
         )
+        self.functions.cancel = partial(self.server.cancel, self.peer)
         self.arrived: dict[int, ServedCall] = {}
         self.announced: list[int] = []
         """Those whose payloads have not come."""
         self.must_not_run: set[int] = set()
 
-    @rule(kind=st.sampled_from([VALUE, FAILURE, FUTURE]), needs=st.booleans(), timeout=st.booleans())
+    @rule(kind=st.sampled_from([VALUE, FAILURE, FUTURE, CANCELLED]), needs=st.booleans(), timeout=st.booleans())
     def arrive(self, kind: str, needs: bool, timeout: bool) -> None:
         identifier = len(self.arrived) + 1
         envelope = agent_pb2.Envelope(id=identifier, type=CALL, timeout_ms=3_600_000 if timeout else 0)
@@ -241,6 +249,7 @@ class Requests(RuleBasedStateMachine):
         self.threads.run(1000)
         assert self.codec.answers == dict.fromkeys(self.arrived, 1)
         assert not self.calls.waiting
+        assert not self.calls.running
         assert not self.calls.deferred
         assert not self.counter.in_flight
         assert not self.server.answering.in_flight

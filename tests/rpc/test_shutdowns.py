@@ -247,7 +247,22 @@ def cancel() -> None:
     future.cancel()
 
 
-@pytest.mark.parametrize("call", [call_in_vain, create_in_vain, cancel])
+@rpc.functions.async_execution
+def never_after(name: str) -> torch.futures.Future[None]:
+    """Never has a result, which it says when another event is set."""
+    event("running").set()
+    wait_for(name)
+    return never()
+
+
+def cancel_while_it_runs() -> None:
+    future = rpc.rpc_async("worker1", never_after, ("cancelled",), timeout=0)
+    rpc.rpc_sync("worker1", wait_for, ("running",))
+    future.cancel()
+    rpc.rpc_sync("worker1", set_event, ("cancelled",))
+
+
+@pytest.mark.parametrize("call", [call_in_vain, create_in_vain, cancel, cancel_while_it_runs])
 def test_shutdown_does_not_wait_for_a_future_that_nobody_waits_for(workers, call):
     a, b = workers.rpc(2)
     a.run(call)
