@@ -11,8 +11,8 @@
 | DONE      |                                 |                                                        |
 
 Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states, and in
-DEFERRED; those that come while it runs end it when it is deferred. Until it runs it is in `ServedCalls.waiting`, and
-in DEFERRED it is in `ServedCalls.deferred`: whoever takes it out there decides what becomes of it, which is one
+DEFERRED; those that come while it runs end it when it is deferred. Until it runs it is in `ServedCalls.waiting`,
+and in DEFERRED in `ServedCalls.deferred`: whoever takes it out there decides what becomes of it, which is one
 operation on a dict. Requests that carry no values of users, and messages without an id, are in neither: they run
 when a thread comes to them.
 """
