@@ -348,7 +348,7 @@ class GrpcAgent(RpcAgent):
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._caller.in_flight),
             "unanswered_calls": dict(self._caller.count_unanswered()),
-            "agent.server_active_calls": self._calls.served,
+            "agent.server_active_calls": len(self._calls.serving),
             "agent.server_active_async_calls": len(self._served.deferred),
             "executor_threads": self._executor.threads,
             "links": self.peers.describe(),

@@ -50,8 +50,8 @@ class Quiescence:
     def wait_everywhere(self, timeout: float, failed: Mapping[int, str]) -> Mapping[int, str]:
         """Waits until no worker has calls in flight and none can begin.
 
-        Every worker waits until it has none, and tells the others how many calls there have been. Two rounds with
-        the same numbers mean that nothing happened in between. (Mattern's four-counter method.)
+        Every worker waits until it has none, and tells the others which calls were the latest. Two rounds with the
+        same calls mean that nothing happened in between. (Mattern's four-counter method, with names for numbers.)
 
         Args:
             timeout: seconds, 0 for none.
@@ -68,7 +68,7 @@ class Quiescence:
         while True:
             self._wait_here(deadline, timeout)
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
-            mine = (self._calls.total, dict(failed))
+            mine = (self._calls.latest, dict(failed))
             try:
                 told = self._all_gathers.all_gather(
                     "shutdown", mine, self._agent.workers(), left, "shutdown", self._log_missing
@@ -77,10 +77,10 @@ class Quiescence:
                 raise RpcTimeoutError(error.worker, timeout, "shutdown waits for others to shut down:") from None
             except WorkerLostError:  # they shut down without this worker
                 return dict(failed)
-            totals = {worker: total for worker, (total, _) in told.items()}
-            if totals == before:
+            latest = {worker: calls for worker, (calls, _) in told.items()}
+            if latest == before:
                 return {worker: why for _, known in told.values() for worker, why in known.items()}
-            before = totals
+            before = latest
 
     def _wait_here(self, deadline: float | None, timeout: float) -> None:
         me = self._agent.info.name

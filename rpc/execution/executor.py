@@ -23,6 +23,7 @@ are idle, unless they have child processes.
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -136,13 +137,27 @@ class Executor:
         """The number of tasks that wait for a thread."""
         return len(self._tasks) + len(self._urgent)
 
-    def submit(self, task: Callable[..., None], *args: Any) -> None:
-        """Queues a task; drops it after `close`."""
-        self._submit(self._tasks, (task, args))
+    def submit(self, task: Callable[..., None], *args: Any, urgent: bool = False) -> None:
+        """Queues a task; drops it after `close`.
+
+        Args:
+            task: the task.
+            args: its arguments.
+            urgent: whether it goes before all others, even if `size` threads are busy. It should be short.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            (self._urgent if urgent else self._tasks).append((task, args))
+            if self.poller.here.is_reading or self.here.is_ending:
+                return  # this thread looks at the queues next
+            need = self._need()
+        if need is not Need.NOTHING:
+            self._provide(need)
 
     def submit_urgent(self, task: Callable[..., None], *args: Any) -> None:
-        """Queues a task that goes before all others, even if `size` threads are busy. It should be short."""
-        self._submit(self._urgent, (task, args))
+        """Queues a task that goes before all others: see `submit`."""
+        self.submit(task, *args, urgent=True)
 
     def call_last(self, function: Callable[[], None]) -> None:
         """Calls a function at the end of the calling thread's task. The thread runs what that submits after it."""
@@ -267,17 +282,6 @@ class Executor:
 
     # Without the lock, from here on.
 
-    def _submit(self, queue: deque[_Task], task: _Task) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            queue.append(task)
-            if self.poller.here.is_reading or self.here.is_ending:
-                return  # this thread looks at the queues next
-            need = self._need()
-        if need is not Need.NOTHING:
-            self._provide(need)
-
     def _provide_threads(self) -> None:
         with self._lock:
             need = self._need()
@@ -386,7 +390,9 @@ class Executor:
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self.poller.kept or self._wakeups.waiters) or self._watching.is_on
+        if self.poller.kept or self._wakeups.waiters:
+            return True
+        return time.monotonic() < self._watching.until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""

@@ -12,7 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,10 +43,6 @@ class Future(torch.futures.Future[T]):
 
     _callback: "Callable[[Future[T]], None] | None" = None
     """The function of `call_when_done`, until it has been called."""
-
-    def __new__(cls, *_: object) -> Self:
-        """Passes no arguments to the C++ constructor."""
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -164,7 +160,11 @@ class Future(torch.futures.Future[T]):
             finally:
                 if (complete := self._complete) is not None:
                     self._complete = None
-                    self._discard(waiter)
+                    if waiter in self._waiters:
+                        try:  # noqa: SIM105 - in each call, and `suppress` makes three more
+                            self._waiters.remove(waiter)
+                        except ValueError:  # another thread has taken it, because the call has failed
+                            pass
                     complete()
             if self.is_completing:
                 return
@@ -173,14 +173,6 @@ class Future(torch.futures.Future[T]):
         self._waiters.append(woken)
         if not self.is_completing:  # else whoever completes it may have looked at the waiters before
             acquire(woken)
-
-    def _discard(self, waiter: Wakeable) -> None:
-        """Wakes this thread no longer, which has read the answer itself."""
-        if waiter in self._waiters:
-            try:  # noqa: SIM105 - in each call, and `suppress` makes three more
-                self._waiters.remove(waiter)
-            except ValueError:  # another thread has taken it, because the call has failed
-                pass
 
     def check_completable(self) -> None:
         """Raises NotInitializedError in a forked child, in which an inherited future is never done."""

@@ -44,7 +44,8 @@ class Spinner:
             What is ready; nothing if nothing became ready in time, or if something else has to run.
         """
         if self._to_skip or not self._seconds:
-            self._to_skip = max(0, self._to_skip - 1)
+            if self._to_skip:
+                self._to_skip -= 1
             return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
         before = time.monotonic()
         end = before + self._seconds

@@ -35,19 +35,14 @@ class Watch:
         """
         self._poller = poller
         self._has_undone = has_undone
-        self._until = 0.0
-        """By the monotonic clock."""
+        self.until = 0.0
+        """When it is long enough ago that a socket was busy, by the monotonic clock."""
         self._interval = WATCH_INTERVAL_S
         """Seconds until the next look. Not reset by each message: most functions take less time."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a socket has been busy a short time ago."""
-        return time.monotonic() < self._until
-
     def extend(self) -> None:
         """Notes that the socket that was ready last is busy."""
-        self._until = self._poller.last_ready + WATCH_FOR_S
+        self.until = self._poller.last_ready + WATCH_FOR_S
 
     def wait(self, poll: Callable[[float], bool]) -> bool:
         """Has the calling thread wait, and look after the others now and then.
@@ -63,7 +58,7 @@ class Watch:
             if self._has_undone() or self._poller.is_kept_for(WATCH_INTERVAL_S):
                 self._interval = WATCH_INTERVAL_S
                 return False
-            if not (self._poller.kept or self.is_on):
+            if not self._poller.kept and time.monotonic() >= self.until:
                 return False
             self._interval = min(2 * self._interval, MAX_WATCH_INTERVAL_S)
         return True

@@ -8,9 +8,10 @@ from typing import Any, Protocol, final
 
 import torch
 
-from ...c10d.security import Audit
-from ...errors import PolicyError
+from ...c10d.security import Audit, printable
+from ...errors import PolicyError, SerializationError
 from ..contracts.messages import Buffer, Incoming
+from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
 from ..wire.unpickling import unpickle
@@ -33,6 +34,7 @@ class ValueReader(Protocol):
 
         Raises:
             PolicyError: the policy does not accept it; nothing of it has run.
+            SerializationError: this worker has not got what it names.
             Exception: whatever unpickling the value raises.
         """
 
@@ -46,11 +48,18 @@ class PickleReader:
 
     refused: Mapping[str, int] = {}
 
+    def __init__(self, me: WorkerInfo) -> None:
+        """Makes the reader of one worker."""
+        self._me = me
+
     def read(self, message: Incoming) -> Any:
         """Returns the value of a message."""
-        if not message.tensors and not message.references:
-            return pickle.loads(message.body)
-        return unpickle(message.body, message.tensors, message.references)
+        try:
+            if not message.tensors and not message.references:
+                return pickle.loads(message.body)
+            return unpickle(message.body, message.tensors, message.references)
+        except (AttributeError, ImportError) as error:
+            raise _not_found(error, self._me) from error
 
     def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:  # noqa: ARG002
         """Returns the value of a pickle without tensors."""
@@ -83,7 +92,10 @@ class RestrictedReader:
 
     def read(self, message: Incoming) -> Any:
         """Returns the value of a message."""
-        return self._read(message.source, message.body, message.tensors, message.references)
+        try:
+            return self._read(message.source, message.body, message.tensors, message.references)
+        except (AttributeError, ImportError) as error:
+            raise _not_found(error, self._me) from error
 
     def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
         """Returns the value of a pickle without tensors."""
@@ -149,6 +161,23 @@ class _Guard:
         )
 
 
+def _not_found(error: AttributeError | ImportError, me: WorkerInfo) -> SerializationError:
+    """Returns the error for a message that names what a worker has not got."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:
+        return SerializationError(
+            "the message",
+            f"it has a function or class by value, and worker {me.name!r} has no cloudpickle: "
+            "pip install cloudpickle there, too",
+        )
+    return SerializationError(
+        "the message",
+        f"worker {me.name!r} cannot find what it names: {type(error).__name__}: {printable(error)}. "
+        "RPC pickler does not serialize functions and classes, it names them: define them at the top level of a "
+        "module that both workers can import (the program's __main__ and the cells of a notebook are none), or "
+        f"{SEND_CODE}",
+    )
+
+
 def make_reader(me: WorkerInfo, policy: Policy, audit: Audit | None = None) -> ValueReader:
     """Returns what reads the messages of one worker.
 
@@ -157,4 +186,4 @@ def make_reader(me: WorkerInfo, policy: Policy, audit: Audit | None = None) -> V
         policy: its policy.
         audit: records what is refused; by default one of its own.
     """
-    return RestrictedReader(me, policy, audit or Audit(me.name)) if policy.restricts else PickleReader()
+    return RestrictedReader(me, policy, audit or Audit(me.name)) if policy.restricts else PickleReader(me)

@@ -4,6 +4,7 @@ import threading
 from typing import final
 
 from ..execution.ctrl_c import wait_interruptibly
+from .served_call import CallKey, ServedCall
 
 __all__ = ["CallCounter"]
 
@@ -16,25 +17,28 @@ class CallCounter:
         self._lock = threading.Lock()
         self._none_in_flight = threading.Condition(self._lock)
         self.waiters = 0
+        """Threads in `wait_for_none`. An end that finds none need not `notify`: who comes later sees it."""
         self._is_closed = False
         self.requests: set[int] = set()
         """The ids of the calls in flight that this worker has sent, and of those that pause."""
         self.last_request = 0
         """The id of one of the latest calls that was sent: it changes with each."""
-        self._others = 0
-        self._began = 0
-        self.served = 0
-        """Those in flight that a thread of this worker is busy with."""
+        self.serving: dict[CallKey, ServedCall] = {}
+        """Those of others that a thread of this worker is busy with."""
+        self.last_served: CallKey = (0, 0)
+        """The key of one of the latest calls that began to run here."""
+        self._deferred = 0
+        """Those of others that are to be answered, with no thread busy with them."""
 
     @property
-    def total(self) -> int:
-        """A number that changes with each call that is sent, or begins to run here."""
-        return (self._began << 64) + self.last_request
+    def latest(self) -> tuple[int, CallKey]:
+        """Changes with each call that is sent, or begins to run here."""
+        return self.last_request, self.last_served
 
     @property
     def in_flight(self) -> int:
         """The number of calls in flight."""
-        return self._others + len(self.requests)
+        return len(self.requests) + len(self.serving) + self._deferred
 
     def begin_request(self, identifier: int) -> None:
         """Counts a call that is sent, or pauses, by its id."""
@@ -45,35 +49,17 @@ class CallCounter:
         """Counts the end of a call that was sent. Does nothing if it has ended."""
         self.requests.discard(identifier)
         if self.waiters:
-            with self._lock:
-                self._notify()
+            self.notify()
 
-    def begin(self) -> None:
-        """Counts a call that begins to run."""
+    def defer(self) -> None:
+        """Counts a call that is to be answered later."""
         with self._lock:
-            self._others += 1
-            self._began += 1
+            self._deferred += 1
 
-    def begin_serving(self) -> None:
-        """Counts a call that a thread begins to run."""
+    def end_deferred(self) -> None:
+        """Counts the end of such a call."""
         with self._lock:
-            self._others += 1
-            self._began += 1
-            self.served += 1
-
-    def end_serving(self, *, deferred: bool) -> None:
-        """Counts a call that no thread is busy with any more; `deferred` if it is still to be answered."""
-        with self._lock:
-            self.served -= 1
-            if not deferred:
-                self._others -= 1
-                if self.waiters:
-                    self._notify()
-
-    def end(self) -> None:
-        """Counts the end of a call."""
-        with self._lock:
-            self._others -= 1
+            self._deferred -= 1
             self._notify()
 
     def wait_for_none(self, seconds: float | None) -> bool:
@@ -92,6 +78,11 @@ class CallCounter:
         with self._lock:
             self._is_closed = True
             self._none_in_flight.notify_all()
+
+    def notify(self) -> None:
+        """Wakes those who wait, if no call is in flight. Called after an end, if there are `waiters`."""
+        with self._lock:
+            self._notify()
 
     def _notify(self) -> None:
         if self.waiters and not self.in_flight:

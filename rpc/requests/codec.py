@@ -4,7 +4,7 @@ from typing import final
 
 import torch
 
-from ...errors import RpcError, WorkerSuspectError
+from ...errors import RpcError, SerializationError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..channels.cuda.staging import DeviceStaging
@@ -80,7 +80,10 @@ class Codec:
         value = request.value
         for encode in self._extensions.encode_request:
             value = encode(request.kind, value)
-        return self.values.pack(value, request.label, worker, device_map)
+        try:
+            return self.values.packer.pack(value, request.label, device_map)
+        except SerializationError as error:
+            raise self.values.explained(error, worker) from error.__cause__
 
     def send(self, peer: Peer, message: Outgoing, broadcast: Broadcast | None = None) -> None:
         """Sends a message. If that fails, the extensions undo what they have noted of it.
@@ -97,7 +100,9 @@ class Codec:
         """
         if peer.absence is not None:
             peer.check_present()
-        if not message.user_values:
+        request = message.reply_to
+        if not message.user_values or (request is not None and not (request.state or message.references)):
+            # Extensions add to answers of which they have noted the call.
             self._put(peer, message, broadcast)
             return
         self._extensions.on_send(message)

@@ -31,7 +31,7 @@ from ..peers.peer import Peer
 __all__ = ["CallKey", "ServedCall", "ServedState"]
 
 CallKey = tuple[int, int]
-"""The caller's wire id, and the request's id."""
+"""The caller's wire id, and the request's id; that of a message without one is a negative number of its own."""
 
 
 class ServedState(Enum):
@@ -76,7 +76,7 @@ class ServedCall:
         self.source = source
         self.envelope = envelope
         self.handler = handler
-        self.key: CallKey = (source.id, envelope.id)
+        self.key: CallKey = (source.id, envelope.id or -id(self))
         timeout = envelope.timeout_ms
         self.deadline = time.monotonic() + timeout / 1000 if timeout else 0.0
         """The time of `time.monotonic` until which its caller waits; 0 for ever."""

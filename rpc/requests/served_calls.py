@@ -70,8 +70,6 @@ class ServedCalls:
         """
         self.waiting: dict[CallKey, ServedCall] = {}
         """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
-        self.running: dict[CallKey, ServedCall] = {}
-        """Those that run."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
         self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
@@ -100,7 +98,6 @@ class ServedCalls:
         if call.deadline and time.monotonic() >= call.deadline:
             return NotBegun.EXPIRED
         call.state = ServedState.RUNNING
-        self.running[call.key] = call
         return None
 
     def is_due(self, call: ServedCall) -> bool:
@@ -108,13 +105,8 @@ class ServedCalls:
         return call.key in self.waiting and not call.is_expired
 
     def cancel(self, key: CallKey) -> bool:
-        """Keeps a request from beginning; returns False if it has begun, or never arrived.
-
-        If it runs, and is to be answered later, `defer` says that it is cancelled.
-        """
+        """Keeps a request from beginning; returns False if it has begun, or never arrived."""
         is_cancelled = self.waiting.pop(key, None) is not None
-        if not is_cancelled and (call := self.running.get(key)) is not None:
-            call.is_cancelled = True
         if self._parked:
             self._wake(key)
         return is_cancelled

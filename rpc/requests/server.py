@@ -16,6 +16,7 @@ from ...errors import (
     RpcError,
     RpcTimeoutError,
     SendFailedError,
+    SerializationError,
     WorkerLostError,
     WorkerSuspectError,
 )
@@ -126,15 +127,17 @@ class Server(WorkerWatcher):
         elif envelope.id and (reason := self.calls.begin(call)) is not None:
             self._drop(call, handler, reason)
         else:
-            self._counter.begin_serving()
-            nesting = self._nesting
+            nesting, counter = self._nesting, self._counter
+            counter.serving[call.key] = call
+            counter.last_served = call.key
             nesting.depth, nesting.deadline = envelope.depth + 1, call.deadline
             try:
                 self._run(call, handler)
             finally:
                 nesting.depth, nesting.deadline = 0, 0.0
-                self.calls.running.pop(call.key, None)
-                self._counter.end_serving(deferred=call.message is not None)
+                counter.serving.pop(call.key, None)
+                if counter.waiters:
+                    counter.notify()
 
     def _postpone(self, call: ServedCall) -> bool:
         """Returns whether a call is postponed, or refused because too many are."""
@@ -238,6 +241,8 @@ class Server(WorkerWatcher):
                     return
                 future = cast(Deferred, result).future
                 if not future.done():
+                    if handler.user_values:
+                        self._counter.defer()
                     is_awaited = self.calls.defer(call, message)
                     future.add_done_callback(partial(self._answer_later, call.key))
                     if not is_awaited:
@@ -260,7 +265,11 @@ class Server(WorkerWatcher):
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
         has_map = request.envelope.device_map
         device_map = self._codec.device_map(request.source, request) if has_map else NO_DEVICES
-        packed = self._codec.values.pack(value, "the result", request.source, device_map, is_answer=True)
+        values = self._codec.values
+        try:
+            packed = values.packer.pack(value, "the result", device_map)
+        except SerializationError as error:
+            raise values.explained(error, request.source, is_answer=True) from error.__cause__
         return Outgoing(
             request.source,
             agent_pb2.Envelope(id=request.envelope.id, type=RESULT),
@@ -286,7 +295,7 @@ class Server(WorkerWatcher):
     def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
         if (call := self.calls.take_deferred(key)) is not None:
-            self.answering.begin()
+            self.answering.defer()
             self._executor.submit(self._answer_deferred, call, future)
 
     def _answer_deferred(self, call: ServedCall, future: "concurrent.futures.Future[Any]") -> None:
@@ -302,15 +311,19 @@ class Server(WorkerWatcher):
         except BaseException as error:
             self._answer_error(call.source, request.envelope, error)
         finally:
-            self.answering.end()
+            self.answering.end_deferred()
             if handler.user_values:
-                self._counter.end()
+                self._counter.end_deferred()
 
     def cancel(self, source: Peer, envelope: agent_pb2.Envelope) -> None:
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
         key = source.id, envelope.id
         # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-        if not self.calls.cancel(key) and self.calls.deferred:
+        if self.calls.cancel(key):
+            return
+        if (call := self._counter.serving.get(key)) is not None:
+            call.is_cancelled = True
+        if self.calls.deferred:
             self._executor.submit(self.abort, [key])
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
@@ -337,7 +350,7 @@ class Server(WorkerWatcher):
                 continue
             self._answer_error(call.source, call.envelope, RpcCancelledError(self._me.name))
             if call.handler is not None and call.handler.user_values:
-                self._counter.end()
+                self._counter.end_deferred()
 
     def _answer_error(
         self, source: Peer, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True

@@ -10,11 +10,9 @@ from ...c10d.security import Audit
 from ...errors import LimitReachedError, RemoteError, SerializationError
 from ..channels.base import PayloadLostError
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import Buffer, Incoming
+from ..contracts.messages import Buffer
 from ..contracts.options import RpcBackendOptions
-from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.worker import WorkerInfo
-from ..execution.kept_errors import printable_text
 from ..policy.value_readers import make_reader
 from ..wire.failures import decode_failure, encode_failure
 from ..wire.picklers import dumps
@@ -39,9 +37,11 @@ class Values:
         """
         self.me = me
         self._options = options
-        self._packer = packer
+        self.packer = packer
         self._audit = audit
         self._reader = make_reader(me, options.policy, audit)
+        self.unpack = self._reader.read
+        """Returns the value of a message: see `ValueReader.read`."""
         self._dumps = partial(dumps, packer.pickler)
 
     def pack(
@@ -55,11 +55,13 @@ class Values:
     ) -> Packed:
         """Pickles a value for a worker. Raises SerializationError."""
         try:
-            return self._packer.pack(value, label, device_map)
+            return self.packer.pack(value, label, device_map)
         except SerializationError as error:
-            raise self._explained(error, worker, is_answer=is_answer) from error.__cause__
+            raise self.explained(error, worker, is_answer=is_answer) from error.__cause__
 
-    def _explained(self, error: SerializationError, worker: WorkerInfo, *, is_answer: bool) -> SerializationError:
+    def explained(
+        self, error: SerializationError, worker: WorkerInfo, *, is_answer: bool = False
+    ) -> SerializationError:
         """Returns an error that also says how to map the device of a tensor, if that is the problem."""
         if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
             return SerializationError(error.path, self._how_to_map(unmapped.device, worker, is_answer=is_answer))
@@ -77,25 +79,6 @@ class Values:
             f"it is a tensor on {device}. {options.backend_name} RPC backend only supports CPU tensors by "
             f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
         )
-
-    def unpack(self, message: Incoming) -> Any:
-        """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""
-        try:
-            return self._reader.read(message)
-        except (AttributeError, ImportError) as error:
-            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:
-                raise SerializationError(
-                    "the message",
-                    f"it has a function or class by value, and worker {self.me.name!r} has no cloudpickle: "
-                    "pip install cloudpickle there, too",
-                ) from error
-            raise SerializationError(
-                "the message",
-                f"worker {self.me.name!r} cannot find what it names: {type(error).__name__}: "
-                f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
-                "define them at the top level of a module that both workers can import (the program's __main__ "
-                f"and the cells of a notebook are none), or {SEND_CODE}",
-            ) from error
 
     # Pickles without tensors or references apart: of control messages and errors.
 

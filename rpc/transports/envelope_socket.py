@@ -17,9 +17,7 @@ from google.protobuf.message import DecodeError
 
 from ...c10d.socket_peers import process_of_peer
 from ..execution.executor import Executor
-from ..execution.futures import Future
 from ..execution.poller import READABLE
-from ..execution.waiter import SocketWaiter
 from ..wire.attached import embed
 from . import socket_frames
 from .frame_reader import READ_BYTES, RECVMSG_ARGS, FrameReader
@@ -80,7 +78,8 @@ class EnvelopeSocket:
         self._on_malformed = on_malformed
         self._segments = reader.segments
         self._pulses = reader.pulses
-        self._writer = FrameWriter(connection, executor)
+        self.writer = FrameWriter(connection, executor)
+        """Writes into the socket."""
         self.released: deque[int] = deque()
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
         self._paused: list[int] = []
@@ -104,40 +103,40 @@ class EnvelopeSocket:
     @property
     def queued_bytes(self) -> int:
         """Bytes that have been sent by this object and that the operating system has not taken."""
-        return self._writer.queued_bytes
+        return self.writer.queued_bytes
 
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         """Writes an envelope and what is attached to it, or queues them.
 
         Raises BrokenPipeError if the connection is known to be closed.
         """
-        if self._writer.is_broken:
+        if self.writer.is_broken:
             raise BrokenPipeError
         if attached and len(envelope) > MAX_ATTACHING_BYTES:
             envelope, attached = embed(envelope, attached), ()
         if attached:
             self.flush_released()
-            self._writer.put(AttachedFrame.of(HEADER.pack(len(envelope), FrameKind.ATTACHED) + envelope, attached))
+            self.writer.put(AttachedFrame.of(HEADER.pack(len(envelope), FrameKind.ATTACHED) + envelope, attached))
             return
         frame = HEADER.pack(len(envelope), FrameKind.ENVELOPE) + envelope
         if self.released:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
-        self._writer.put(frame)
+        self.writer.put(frame)
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
-        return self._writer.withdraw(partial(socket_frames.has_envelope, beginning))
+        return self.writer.withdraw(partial(socket_frames.has_envelope, beginning))
 
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
         kind = FrameKind.SHARED_SEGMENT if is_shared else FrameKind.SEGMENT
         frame = HEADER.pack(SEGMENT.size, kind) + SEGMENT.pack(number, size)
-        self._writer.put_descriptor(frame, descriptor)
+        self.writer.put_descriptor(frame, descriptor)
 
     def flush_released(self) -> None:
         """Tells the peer of the segments that this worker does not use any more."""
         while self.released:
-            self._writer.put(self._take_released())
+            self.writer.put(self._take_released())
 
     def send_dropped(self, numbers: Sequence[int]) -> None:
         """Tells the peer of segments that this worker will not use again."""
@@ -149,7 +148,7 @@ class EnvelopeSocket:
 
     def _send_numbers(self, kind: FrameKind, numbers: Sequence[int]) -> None:
         for first in range(0, len(numbers), MAX_NUMBERS):
-            self._writer.put(numbers_frame(kind, numbers[first : first + MAX_NUMBERS]))
+            self.writer.put(numbers_frame(kind, numbers[first : first + MAX_NUMBERS]))
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""
@@ -157,12 +156,12 @@ class EnvelopeSocket:
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
-        self._writer.put(HEADER.pack(0, FrameKind.END))
+        self.writer.put(HEADER.pack(0, FrameKind.END))
 
     def close(self) -> Collection[bytes]:
         """Cuts the connection; returns the beginnings of the envelopes of which nothing has been written."""
-        self._writer.cut()
-        unsent = self._writer.take_unwritten()
+        self.writer.cut()
+        unsent = self.writer.take_unwritten()
         if self._has_ended:
             self.release()
         self._read_on()
@@ -170,15 +169,10 @@ class EnvelopeSocket:
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
-        self._writer.release()
+        self.writer.release()
         if self._pulses is not None:
             self._pulses.close()
         self._reader.close()
-
-    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
-        """Has the calling thread read while it waits for an answer: see ReadAnswer."""
-        if not self._writer.is_broken:  # as it is in a forked child, too
-            self._executor.poller.read_here(self, waiter, future)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or its pulse was seen."""
@@ -189,8 +183,8 @@ class EnvelopeSocket:
 
     def take_sent(self) -> bool:
         """Returns whether something has been sent since the last call, or waits for the peer to read."""
-        sent, self._writer.has_sent = self._writer.has_sent, False
-        return sent or not self._writer.is_empty
+        sent, self.writer.has_sent = self.writer.has_sent, False
+        return sent or not self.writer.is_empty
 
     def send_heartbeat(self) -> None:
         """Tells the peer that this worker is alive, unless it sees the pulse."""
@@ -199,9 +193,9 @@ class EnvelopeSocket:
             return
         kind, descriptor = frame
         if descriptor < 0:
-            self._writer.put(HEADER.pack(0, kind))
+            self.writer.put(HEADER.pack(0, kind))
         else:
-            self._writer.put_descriptor(HEADER.pack(0, kind), descriptor)
+            self.writer.put_descriptor(HEADER.pack(0, kind), descriptor)
 
     def on_readable(self) -> bool:
         """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""
@@ -239,7 +233,7 @@ class EnvelopeSocket:
         except Exception as error:
             self._end(self._reason_of(error))
         except BaseException:  # of the handler of a signal: bytes may be lost
-            self._writer.cut()
+            self.writer.cut()
             raise
         if reader.pause is None:
             return not self._has_ended
@@ -266,7 +260,7 @@ class EnvelopeSocket:
             self._read_on_after(pause)
 
     def _read_on_after(self, pause: "concurrent.futures.Future[None]") -> None:
-        if self._writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
+        if self.writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
             self._read_on()
         else:
             pause.add_done_callback(self._read_on)
@@ -280,6 +274,6 @@ class EnvelopeSocket:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""
         self._has_ended = True
         self._executor.poller.unwatch(self.descriptor)
-        if reason or self._writer.is_broken:
+        if reason or self.writer.is_broken:
             self.release()
         self._on_end(reason)

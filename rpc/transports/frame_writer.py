@@ -102,15 +102,47 @@ class FrameWriter:
         """Bytes of the frames that are not written completely."""
         return sum(map(_nbytes, list(self._queue)))
 
-    def put(self, frame: bytes) -> None:
-        """Writes a frame, or queues it. Drops it if the connection is broken."""
-        if self.is_broken:
-            return
-        self.has_sent = True
-        self._queue.append(frame)
+    def put(self, frame: bytes = b"") -> None:
+        """Writes a frame behind those that are queued, or queues it; drops it if the connection is broken.
+
+        Args:
+            frame: the frame; by default none, and what is queued is written.
+        """
+        queue, connection = self._queue, self._connection
+        if frame:
+            if self.is_broken:
+                return
+            self.has_sent = True
+            queue.append(frame)
         # Again after each release: a frame may have been queued by a thread that found the lock held.
-        while self._queue and not self._is_full and self._writing.acquire(blocking=False):
-            self._write()
+        while queue and not self._is_full and self._writing.acquire(blocking=False):
+            try:
+                while queue:
+                    frame = queue[0]
+                    if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
+                        self._write_some()
+                        continue
+                    self._begun = 1
+                    sent = connection.send(frame, socket.MSG_NOSIGNAL)
+                    if sent < len(frame):
+                        self._left, self._is_partial = [memoryview(frame)[sent:]], True
+                    else:
+                        queue.popleft()
+                        self._begun = 0
+            except BlockingIOError:
+                self._unbegin()
+                self._is_full = True
+                self._wait_for_writable()
+            except OSError:
+                self._drop_queue()
+                self.cut()
+            except BaseException:  # of the handler of a signal, or no memory
+                self.cut()
+                raise
+            finally:
+                self._writing.release()
+                if self._is_to_be_released:
+                    self.release()
 
     def put_descriptor(self, frame: bytes, descriptor: int) -> None:
         """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
@@ -120,7 +152,7 @@ class FrameWriter:
                 return
             self._descriptors.append((frame, descriptor))
             self._queue.append(frame)
-        self._flush()
+        self.put()
 
     def withdraw(self, is_wanted: Callable[[bytes], bool]) -> bool:
         """Removes a frame from the queue, if nothing of it has been written.
@@ -146,7 +178,7 @@ class FrameWriter:
             if self._is_to_be_released:
                 self.release()
             else:
-                self._flush()  # a thread may have found the lock held
+                self.put()  # a thread may have found the lock held
 
     def take_unwritten(self) -> list[bytes]:
         """Returns the first bytes of each frame of which nothing has been written. Called once, after `cut`.
@@ -186,42 +218,6 @@ class FrameWriter:
             self._executor.poller.unwatch(self._writable)
             os.close(self._writable)
             self._connection.close()
-
-    def _flush(self) -> None:
-        """Writes what is queued, unless another thread is writing or the socket is full: see `put`."""
-        while self._queue and not self._is_full and self._writing.acquire(blocking=False):
-            self._write()
-
-    def _write(self) -> None:
-        """Writes what is queued, and releases the lock."""
-        queue, connection = self._queue, self._connection
-        try:
-            while queue:
-                frame = queue[0]
-                if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
-                    self._write_some()
-                    continue
-                self._begun = 1
-                sent = connection.send(frame, socket.MSG_NOSIGNAL)
-                if sent < len(frame):
-                    self._left, self._is_partial = [memoryview(frame)[sent:]], True
-                else:
-                    queue.popleft()
-                    self._begun = 0
-        except BlockingIOError:
-            self._unbegin()
-            self._is_full = True
-            self._wait_for_writable()
-        except OSError:
-            self._drop_queue()
-            self.cut()
-        except BaseException:  # of the handler of a signal, or no memory
-            self.cut()
-            raise
-        finally:
-            self._writing.release()
-            if self._is_to_be_released:
-                self.release()
 
     def _write_some(self) -> None:
         """Begins to write the next frames, or goes on with those that are begun."""
@@ -289,8 +285,8 @@ class FrameWriter:
 
     def _on_writable(self) -> bool:
         self._is_full = False
-        self._flush()
-        return False  # `_flush` watches again where it has to
+        self.put()
+        return False  # `put` has it watched again where it has to be
 
 
 _writers_here: "weakref.WeakSet[FrameWriter]" = weakref.WeakSet()

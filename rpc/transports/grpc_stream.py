@@ -127,8 +127,9 @@ class GrpcStream:
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read the socket, if there is one."""
-        if (connection := self.outbox.socket) is not None:
-            connection.read_answer(future, waiter)
+        connection = self.outbox.socket
+        if connection is not None and not connection.writer.is_broken:  # as it is in a forked child, too
+            self._parts.sockets.executor.poller.read_here(connection, waiter, future)
 
     @property
     def has_read_out(self) -> bool:

@@ -4,7 +4,6 @@ Both travel beside the pickle, by index: tensors so that their bytes are copied 
 so that the receiver can count them even if it cannot unpickle the value. `value_readers` is the other direction.
 """
 
-import io
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from ...errors import SerializationError
 from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.pickler import BY_NAME
@@ -119,44 +119,62 @@ class Packer:
         try:
             if type(value) is torch.Tensor and (packed := _pack_alone(value, device_map)) is not None:
                 return packed
-            return self._pack(value, device_map)
+            try:
+                extractor = self._idle.pop()
+            except IndexError:
+                extractor = self._make_extractor()
+            try:
+                packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
+            except BaseException:
+                extractor.reset()  # it is not used again, but only the garbage collector frees it
+                raise
+            if extractor.is_reset or self._reset(extractor, value, packed):
+                self._idle.append(extractor)
+            return packed
+        except _SharedMemoryError:
+            return self._pack_shared(value, label, device_map)
         except Exception as error:
-            raise explain_failure(
-                value, label, error, lambda part: self._pickling_error(part, device_map), self.pickler
-            ) from error
+            raise self._explained(error, value, label, device_map) from error
 
-    def _pack(self, value: object, device_map: DeviceMap) -> Packed:
-        try:
-            extractor = self._idle.pop()
-        except IndexError:
-            extractor = self._make_extractor()
-        try:
-            packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
-        except BaseException as error:
-            extractor.reset()  # it is not used again, but only the garbage collector frees it
-            if isinstance(error, _SharedMemoryError):
-                return self._pack_again(value, device_map)
-            raise
-        if not extractor.is_reset:
-            if extractor.parameter_ids:
-                packed.leaves = self._leaves(extractor, value)
-            is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
-            extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
-            if not is_small:
-                return packed
-        self._idle.append(extractor)
-        return packed
+    def _reset(self, extractor: "_Extractor", value: object, packed: Packed) -> bool:
+        """Has a pickler forget a value, and notes what arrives as leaves; returns whether it is used again."""
+        if extractor.parameter_ids:
+            packed.leaves = self._leaves(extractor, value)
+        is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
+        extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
+        return is_small
 
     def _make_extractor(self) -> "_Extractor":
         return _Extractor(self.pickler, self._reducers, self._reference_types, self._finders)
 
-    def _pack_again(self, value: object, device_map: DeviceMap) -> Packed:
+    def _pack_shared(self, value: object, label: str | Sequence[str], device_map: DeviceMap) -> Packed:
         """Pickles a value whose tensors share memory: none of them is inside the pickle."""
         extractor = self._make_extractor()
-        packed = extractor.pickle(value, device_map, with_small=False)
-        packed.leaves = self._leaves(extractor, value)
-        extractor.reset()
+        try:
+            packed = extractor.pickle(value, device_map, with_small=False)
+            packed.leaves = self._leaves(extractor, value)
+        except Exception as error:
+            raise self._explained(error, value, label, device_map) from error
+        finally:
+            extractor.reset()
         return packed
+
+    def _explained(
+        self, error: Exception, value: object, label: str | Sequence[str], device_map: DeviceMap
+    ) -> SerializationError:
+        """Returns an error that says which part of a value does not pickle."""
+
+        def error_of(part: object) -> Exception | None:
+            extractor = self._make_extractor()
+            try:
+                extractor.pickle(part, device_map, with_small=False)
+            except Exception as found:
+                return found
+            finally:
+                extractor.reset()
+            return None
+
+        return explain_failure(value, label, error, error_of, self.pickler)
 
     def _leaves(self, extractor: "_Extractor", value: object) -> AbstractSet[int]:
         """Returns the indices of the tensors of a pickled value that arrive as leaves."""
@@ -164,13 +182,6 @@ class Packer:
             return frozenset()
         detached = any(detaches(value) for detaches in self._detaches)
         return set(extractor.parameter_ids) if detached else extractor.owned_parameters()
-
-    def _pickling_error(self, value: object, device_map: DeviceMap) -> Exception | None:
-        try:
-            self._pack(value, device_map)
-        except Exception as error:
-            return error
-        return None
 
 
 @final
@@ -184,7 +195,7 @@ class _Extractor:
         "_pickler",
         "_reset_pickler",
         "_small_bytes_left",
-        "_stream",
+        "_written",
         "is_reset",
         "parameter_ids",
     )
@@ -208,7 +219,7 @@ class _Extractor:
         """Bytes of small tensors that may still be put into the pickle."""
         self._addresses: set[int] = set()
         """Of the memory of those that have been."""
-        self._stream = io.BytesIO()
+        self._written = _Pieces()
         table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
         table.fallbacks = fallback_reducers(pickler)
@@ -217,7 +228,7 @@ class _Extractor:
         table[nn.Parameter] = self._reduce_parameter
         for reference_type in reference_types:
             table[reference_type] = self._reduce_reference
-        self._pickler = make_pickler(pickler, self._stream, table)
+        self._pickler = make_pickler(pickler, self._written, table)
         self._reset_pickler = resetter(self._pickler)
 
     def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
@@ -236,7 +247,10 @@ class _Extractor:
         packed = self._packed = Packed()
         self.is_reset = False
         self._pickler.dump(value)
-        packed.body = self._stream.getvalue()
+        packed.body = self._written.pop()
+        if self._written:
+            packed.body = b"".join([*self._written, packed.body])
+            self._written.clear()
         if packed.tensors:
             check_all_sendable(packed.tensors, device_map)
             if self._addresses and not self._addresses.isdisjoint(storage_addresses(packed.tensors)):
@@ -245,8 +259,6 @@ class _Extractor:
             self.is_reset = True  # as `reset` does
             self._packed = _NOTHING
             self._reset_pickler()
-            self._stream.seek(0)
-            self._stream.truncate()
         return packed
 
     def reset(self) -> None:
@@ -254,8 +266,7 @@ class _Extractor:
         self.is_reset = True
         self._packed = _NOTHING
         self._reset_pickler()
-        self._stream.seek(0)
-        self._stream.truncate()
+        self._written.clear()
         if self.parameter_ids:
             self.parameter_ids.clear()
         if self._owned_ids:
@@ -301,6 +312,14 @@ class _Extractor:
         references = self._packed.references
         references.append(reference)
         return reference_placeholder, (len(references) - 1,)
+
+
+class _Pieces(list[bytes]):
+    """What a pickler writes: one piece, or several of a large value. Costs less than a stream."""
+
+    __slots__ = ()
+
+    write = list.append
 
 
 class _SharedMemoryError(Exception):

@@ -213,7 +213,8 @@ def test_a_policy_refuses_calls_that_a_programs_pickler_has_made(torch_workers):
 
     def restrict(_):
         agent = rpc.contracts.agent.holder.get()
-        agent._codec.values._reader = rpc.policy.value_readers.make_reader(agent.info, rpc.Policy(accepts="plain"))
+        reader = rpc.policy.value_readers.make_reader(agent.info, rpc.Policy(accepts="plain"))
+        agent._codec.values.unpack = reader.read
 
     b.run(on_torch_names, restrict)
 

@@ -43,7 +43,7 @@ class End:
         self.socket.take_sent()
         self.pulse.beat()
         self.socket.send_heartbeat()
-        return self.socket._writer.has_sent
+        return self.socket.writer.has_sent
 
     def close(self) -> None:
         self.socket.close()

@@ -86,7 +86,7 @@ def waiting(end: End, executor: Executor) -> Iterator[None]:
     """Has a thread wait for the answer inside of the block, and until it is there."""
     waiter = executor.poller.waiter
     assert waiter is not None
-    thread = threading.Thread(target=end.socket.read_answer, args=(end.future, waiter))
+    thread = threading.Thread(target=executor.poller.read_here, args=(end.socket, waiter, end.future))
     thread.start()
     wait_until(end.socket.reading.locked)
     yield
