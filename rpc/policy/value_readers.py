@@ -8,12 +8,13 @@ from typing import Any, Protocol, final
 
 import torch
 
-from ...c10d.security import Audit, printable
+from ...c10d.security import Audit
 from ...errors import PolicyError, SerializationError
 from ..contracts.messages import Buffer, Incoming
 from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
+from ..execution.kept_errors import printable_text
 from ..wire.unpickling import unpickle
 from .message_names import MessageNames, is_method_exposed, show
 from .pickle_machine import MALFORMED, RefusedValueError
@@ -171,7 +172,7 @@ def _not_found(error: AttributeError | ImportError, me: WorkerInfo) -> Serializa
         )
     return SerializationError(
         "the message",
-        f"worker {me.name!r} cannot find what it names: {type(error).__name__}: {printable(error)}. "
+        f"worker {me.name!r} cannot find what it names: {type(error).__name__}: {printable_text(error)}. "
         "RPC pickler does not serialize functions and classes, it names them: define them at the top level of a "
         "module that both workers can import (the program's __main__ and the cells of a notebook are none), or "
         f"{SEND_CODE}",

@@ -44,7 +44,7 @@ RPC_ARROWS = {
     "wire": {"contracts", "execution"},
     "transports": {"contracts", "execution", "wire"},
     "channels": {"contracts", "execution", "wire", "transports"},
-    "policy": {"contracts", "wire"},
+    "policy": {"contracts", "execution", "wire"},
     "membership": {"contracts", "execution", "peers", "transports"},
     "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
