@@ -13,7 +13,14 @@ from typing import final
 
 import torch
 
-from ..errors import AutogradError, LimitReachedError, RpcTimeoutError, UnknownContextError, WorkerSuspectError
+from ..errors import (
+    AutogradError,
+    LimitReachedError,
+    RpcTimeoutError,
+    UnknownContextError,
+    WorkerLostError,
+    WorkerSuspectError,
+)
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.kept_errors import copy_error
@@ -23,6 +30,8 @@ from .gradient_sender import GradientSender, PassId
 from .partial import PartialGradients
 
 __all__ = ["BackwardPass", "PassPart", "Passes"]
+
+NOT_RUNNING = "a node of the graph runs although the pass does not"
 
 MAX_PASSES = 1024
 """Passes of one context and worker that another worker knows: those that have failed, or that have not ended."""
@@ -96,7 +105,8 @@ class BackwardPass:
         with self._lock:
             if self._error is None:
                 self._error = error
-                self._notify()
+                if self._changed is not None:
+                    self._changed.notify_all()
 
     def set_gradients(self, message_id: int, gradients: TensorGradients) -> None:
         """Passes the gradients that the receiver of a message has sent to the message's gate."""
@@ -104,7 +114,8 @@ class BackwardPass:
             if self._error is None:
                 self._gradients[message_id] = gradients
                 self._arrived.add(message_id)
-                self._notify()
+                if self._changed is not None:
+                    self._changed.notify_all()
 
     def take_complete(self, message_id: int) -> Sequence[torch.Tensor] | None:
         """Returns the gradients of the tensors of a message that this worker sent, if all of them have arrived.
@@ -129,7 +140,8 @@ class BackwardPass:
             RpcTimeoutError: they did not arrive within the timeout of the pass.
             Exception: the pass has failed.
         """
-        part = self._running_part()
+        part = self._part
+        assert part is not None, NOT_RUNNING
         gradients = None if self._error is not None else self._gradients.pop(message_id, None)
         if gradients is None:
             part.sender.flush()
@@ -158,7 +170,8 @@ class BackwardPass:
 
     def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
         """Sends the gradients of the tensors of a received message to its sender. Called by its `RecvRpc` node."""
-        part = self._running_part()
+        part = self._part
+        assert part is not None, NOT_RUNNING
         if part.partial is not None:
             complete = part.partial.add(send, gradients)
             if complete is None:
@@ -175,19 +188,13 @@ class BackwardPass:
 
         These are the one that called `backward`, and those that have gradients to send to this one.
         """
-        caller, _ = self.id
+        needed = {self.id[0]}
         with self._lock:
-            awaited = self._part.awaited if self._part is not None else {}
-            return {caller, *(worker for number, worker in awaited.items() if number not in self._arrived)}
-
-    def _notify(self) -> None:
-        if self._changed is not None:
-            self._changed.notify_all()
-
-    def _running_part(self) -> PassPart:
-        part = self._part
-        assert part is not None, "a node of the graph runs although the pass does not"
-        return part
+            if self._part is not None:
+                for number, worker in self._part.awaited.items():
+                    if number not in self._arrived:
+                        needed.add(worker)
+        return needed
 
 
 @final
@@ -253,13 +260,11 @@ class Passes:
             begun.start(part)
             self._running = begun
         # A worker that is lost or suspect from now on makes `fail_without` abort the pass.
-        for worker in begun.needed_workers():
-            if (end := self._agent.end_of(worker)) is not None:
-                self.end(begun)
-                raise end.as_error(self._agent.incarnation(worker).name)
-            if (reason := self._agent.suspicion_of(worker)) is not None:
-                self.end(begun)
-                raise WorkerSuspectError(self._agent.incarnation(worker).name, reason)
+        try:
+            self._agent.check_present(begun.needed_workers())
+        except (WorkerLostError, WorkerSuspectError):
+            self.end(begun)
+            raise
         return begun
 
     def end(self, running: BackwardPass) -> None:

@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
-from .backward_pass import BackwardPass, Passes
+from .backward_pass import Passes
 from .closure import MAX_HEADER_SENDS, NOTHING, Closure, SendId
 from .compression import TensorGradients
 from .functions import receive, send
@@ -30,7 +29,6 @@ __all__ = [
     "NewSend",
     "creator_of",
     "current_context",
-    "find_current_context",
     "inside",
     "set_current_context",
 ]
@@ -50,18 +48,11 @@ def creator_of(identifier: int) -> int:
     return identifier >> 48
 
 
-def current_context() -> "Context | None":
-    """Returns the context that the calls of this thread, or of this asyncio task, belong to."""
-    return _current.get()
+current_context: "Callable[[], Context | None]" = _current.get
+"""Returns the context that the calls of this thread, or of this asyncio task, belong to."""
 
-
-find_current_context: "Callable[[], Context | None]" = _current.get
-"""Does the same as a function in C."""
-
-
-def set_current_context(context: "Context | None") -> None:
-    """Sets the context that the calls of this thread, or of this asyncio task, belong to."""
-    _current.set(context)
+set_current_context: "Callable[[Context | None], object]" = _current.set
+"""Sets the context that the calls of this thread, or of this asyncio task, belong to."""
 
 
 @final
@@ -82,34 +73,30 @@ class inside:  # noqa: N801 - a context manager, used like a function
         _current.set(self._before)
 
 
-@dataclass(slots=True)
-class NewSend:
-    """The part of a header that describes a new send.
-
-    message_id: the number of the message in this worker's part of the context.
-    closure: that of the message; None if it is too large for a header.
-    """
-
-    message_id: int
-    closure: Closure | None
+NewSend = tuple[int, Closure | None]
+"""The number of a message in its sender's part of the context, and its closure, None if that is too large for a
+header."""
 
 
 @final
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int, dummy: torch.Tensor, swap_lock: GradSwapLock) -> None:
+    def __init__(
+        self, agent: RpcAgent, identifier: int, creator: int, dummy: torch.Tensor, swap_lock: GradSwapLock
+    ) -> None:
         """Makes a part without messages.
 
         Args:
             agent: this worker's.
             identifier: the id of the context.
+            creator: the id of the worker that has created it.
             dummy: a leaf that all `RecvRpc` nodes of this worker lead to.
             swap_lock: that of the whole worker, for leaves whose `.grad` is replaced.
         """
         self.agent = agent
         self.id = identifier
-        self.creator = creator_of(identifier)
+        self.creator = creator
         self.since = time.time()
         """When this worker has got its part, in seconds since 1970."""
         self.senders: set[int] = set()
@@ -119,6 +106,8 @@ class Context:
         """The gradients of leaves of this worker."""
         self.passes = Passes(agent, identifier, self._clear)
         """The backward passes on this worker."""
+        self.running_pass = self.passes.running
+        """Returns the backward pass that runs on this worker. Raises AutogradError if none does."""
         self._lock = threading.Lock()
         self._is_released = False
         self._reached: set[int] = set()
@@ -154,8 +143,7 @@ class Context:
         closure: Closure | None = NOTHING
         followers = [follower_of(tensor) for tensor in tensors if tensor.grad_fn is None]  # noqa: F841 - for `send`
         if self._receives:
-            starts = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
-            closure = small_closure(starts, self._closures, MAX_HEADER_SENDS)
+            closure = small_closure(tensors, self._closures, MAX_HEADER_SENDS)
         with self._lock:
             if self._is_released:
                 return None
@@ -165,7 +153,7 @@ class Context:
             self._message_count += 1
             self._gates[message_id] = send(self, message_id, tensors)
             self._destinations[message_id] = destination
-            return NewSend(message_id, closure)
+            return message_id, closure
 
     def drop_send(self, message_id: int) -> None:
         """Drops the gate of a message that could not be sent."""
@@ -212,10 +200,6 @@ class Context:
         """How many messages got a gate so far; their ids are the numbers below."""
         return self._message_count
 
-    def running_pass(self) -> BackwardPass:
-        """Returns the backward pass that runs on this worker. Raises AutogradError if none does."""
-        return self.passes.running()
-
     def gate(self, message_id: int) -> torch.Tensor:
         """Returns the gate of a message. Raises AutogradError if there is none."""
         try:
@@ -231,7 +215,8 @@ class Context:
         Raises:
             AutogradError: the sender of the gradients is another worker.
         """
-        self.check_receiver(sender, message_id)
+        if self._destinations.get(message_id) != sender:
+            self.check_receiver(sender, message_id)
         self.passes.set_gradients(pass_id, message_id, gradients)
 
     def check_receiver(self, worker: int, message_id: int) -> None:

@@ -62,7 +62,7 @@ class Contexts:
     def open(self) -> Context:
         """Returns a new context, created by this worker."""
         with self._lock:
-            context = self._contexts[self._next] = self._make(self._next)
+            context = self._contexts[self._next] = self._make(self._next, self._agent.info.wire_id)
             self._next += 1
         return context
 
@@ -108,7 +108,7 @@ class Contexts:
                 return None
             if not self._agent.is_member(creator):
                 raise AutogradError(f"there is no worker {creator} to create autograd context {identifier}")
-            self.check_creator(identifier)
+            self.check_creator(identifier, creator)
             context = self._join(identifier, creator, sender)
             if context is None:
                 return None
@@ -118,21 +118,21 @@ class Contexts:
                 self._connected.add(creator)
             if (end := self._agent.end_of(creator)) is not None:  # `on_worker_lost` may have come before
                 self.release(identifier, lost="" if end.orderly else end.reason)
-                self.check_creator(identifier)
+                self.check_creator(identifier, creator)
                 return None
         context.senders.add(sender)
         return context
 
-    def check_creator(self, identifier: int) -> None:
+    def check_creator(self, identifier: int, creator: int) -> None:
         """Raises AutogradError if a context has ended here because its creator is lost, here or for who told it.
 
         Unless it has left, other workers may not have lost it. What ran here without the context would be missing
         in the gradients that they compute, and nobody would notice.
         """
-        end = self._agent.end_of(creator_of(identifier))
+        end = self._agent.end_of(creator)
         reason = end.reason if end is not None and not end.orderly else self._ended.why_cut(identifier)
         if reason is not None:
-            name = self._agent.incarnation(creator_of(identifier)).name
+            name = self._agent.incarnation(creator).name
             raise AutogradError(
                 f"autograd context {identifier} has ended on worker {self._agent.info.name!r}, for which its "
                 f"creator {name!r} is lost: {reason}"
@@ -143,7 +143,7 @@ class Contexts:
             context = self._contexts.get(identifier)
             if context is not None:
                 return context
-            if identifier in self._ended or self._ended.has_left(sender, identifier):
+            if self._ended.has_ended(creator, identifier) or self._ended.has_left(sender, identifier):
                 return None
             if len(self._contexts) >= MAX_JOINED_CONTEXTS:
                 count = sum(sender in each.senders for each in self._contexts.values())
@@ -152,7 +152,7 @@ class Contexts:
                         f"{count} autograd contexts of worker {sender} have not ended here",
                         f"MAX_JOINED_CONTEXTS={MAX_JOINED_CONTEXTS}",
                     )
-            context = self._contexts[identifier] = self._make(identifier)
+            context = self._contexts[identifier] = self._make(identifier, creator)
             context.senders.add(sender)
             self._ended.know(creator)
             return context
@@ -177,13 +177,13 @@ class Contexts:
             context = self._contexts.get(identifier)
             if sender is not None and sender != creator:
                 if creator != self._agent.info.wire_id:
-                    self._ended.leave(sender, identifier)
+                    self._ended.leave(sender, creator, identifier)
                 if context is None:
                     return
                 if creator == self._agent.info.wire_id or sender not in context.senders:
                     raise AutogradError(f"worker {sender} cannot end autograd context {identifier}")
             if creator != self._agent.info.wire_id:
-                self._ended.add(identifier)
+                self._ended.add(creator, identifier)
                 if lost and sender not in (None, creator):
                     self._ended.cut(identifier, lost)
             self._contexts.pop(identifier, None)
@@ -220,13 +220,13 @@ class Contexts:
 
     def has_ended(self, identifier: int) -> bool:
         """Returns whether this worker had a part in a context, and has ended it."""
-        if creator_of(identifier) == self._agent.info.wire_id:
+        if (creator := creator_of(identifier)) == self._agent.info.wire_id:
             return identifier < self._next and identifier not in self._contexts
         with self._lock:
-            return identifier in self._ended
+            return self._ended.has_ended(creator, identifier)
 
-    def _make(self, identifier: int) -> Context:
-        return Context(self._agent, identifier, self._dummy, self._swap_lock)
+    def _make(self, identifier: int, creator: int) -> Context:
+        return Context(self._agent, identifier, creator, self._dummy, self._swap_lock)
 
     def all(self) -> list[Context]:
         """Returns all parts."""

@@ -20,6 +20,8 @@ from .gradient_sender import MessageGradients, PassId, post_gradients
 
 __all__ = ["PassCoordinator", "PassRequest"]
 
+BACKWARD = MessageType.BACKWARD
+
 EXTRA_TIMEOUT_S = 10.0
 """How much longer than the timeout of a pass its coordinator waits for a worker, so that the worker's own
 error, which says what it waited for, arrives first."""
@@ -107,7 +109,7 @@ class PassCoordinator:
         timeout = request.timeout and request.timeout + EXTRA_TIMEOUT_S
         done = self._agent.request(
             self._agent.incarnation(worker),
-            Request(MessageType.BACKWARD, (tuple(request), gradients), timeout=timeout),
+            Request(BACKWARD, (tuple(request), gradients), timeout=timeout),
         )
         self._parts.append(done)
         if not self._one_answer:

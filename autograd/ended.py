@@ -89,28 +89,29 @@ class EndedContexts:
         """The number of ends that are remembered one by one."""
         return sum(len(each.ended) for each in self._creators.values()) + sum(map(len, self._left.values()))
 
-    def __contains__(self, identifier: int) -> bool:
-        of = self._creators.get(creator_of(identifier))
+    def has_ended(self, creator: int, identifier: int) -> bool:
+        """Returns whether a context of this creator has ended."""
+        of = self._creators.get(creator)
         return of is not None and (identifier in of.ended or of.told.exclude(identifier))
 
     def has_left(self, worker: int, identifier: int) -> bool:
         """Returns whether a context has ended for another worker, which may not have created it."""
         return worker in self._left and identifier in self._left[worker]
 
-    def add(self, identifier: int) -> None:
-        """Notes that a context has ended."""
-        of = self._of(creator_of(identifier))
-        if identifier not in self:
+    def add(self, creator: int, identifier: int) -> None:
+        """Notes that a context of this creator has ended."""
+        of = self._of(creator)
+        if identifier not in of.ended and not of.told.exclude(identifier):
             _remember(of.ended, identifier, MAX_ENDED, None)
-        self._count(of, identifier)
+        self._count(of, creator)
 
-    def leave(self, worker: int, identifier: int) -> None:
+    def leave(self, worker: int, creator: int, identifier: int) -> None:
         """Notes that a context has ended for another worker, which has not created it."""
-        if identifier in self:
+        if self.has_ended(creator, identifier):
             return
         _remember(self._left[worker], identifier, MAX_LEFT, None)
-        if (of := self._creators.get(creator_of(identifier))) is not None:
-            self._count(of, identifier)
+        if (of := self._creators.get(creator)) is not None:
+            self._count(of, creator)
 
     def cut(self, identifier: int, reason: str) -> None:
         """Notes that a context has ended because its creator is lost for another worker, and why it is."""
@@ -146,10 +147,10 @@ class EndedContexts:
             self._creators[creator] = _OfCreator(OpenContexts(0, frozenset()))
         return self._creators[creator]
 
-    def _count(self, of: _OfCreator, identifier: int) -> None:
+    def _count(self, of: _OfCreator, creator: int) -> None:
         of.ends += 1
         if of.ends % ASK_AFTER == 0:
-            self._ask(creator_of(identifier))
+            self._ask(creator)
 
 
 def _remember(ended: OrderedDict[int, T], identifier: int, limit: int, note: T) -> None:

@@ -7,8 +7,7 @@ workers take part, has them run their parts, and runs its own.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, final
 
@@ -24,7 +23,7 @@ from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
 from .closure import Closure
 from .compression import decompress
-from .context import Context, Exchanged, inside
+from .context import Context, Exchanged, current_context, set_current_context
 from .contexts import Contexts
 from .coordinator import PassCoordinator, PassRequest
 from .gradient_sender import AnsweringSender, GradientSender, MessageGradients, PassId
@@ -130,9 +129,8 @@ class Engine:
         finally:
             del self._coordinators[pass_id]
 
-    @contextmanager
-    def running_for(self, caller: WorkerInfo) -> Iterator[None]:
-        """Context manager for what a worker has this one run, which holds a thread until others have answered.
+    def begin_for(self, caller: WorkerInfo) -> None:
+        """Counts what a worker has this one run, which holds a thread until others answer; `end_for` follows.
 
         Raises:
             LimitReachedError: it has too many running.
@@ -144,11 +142,11 @@ class Engine:
                     f"MAX_RUNNING={MAX_RUNNING}",
                 )
             self._running[caller.wire_id] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running[caller.wire_id] -= 1
+
+    def end_for(self, caller: WorkerInfo) -> None:
+        """Counts the end of what a worker has had this one run."""
+        with self._lock:
+            self._running[caller.wire_id] -= 1
 
     def fail_pass(self, pass_id: PassId, worker: int, error: Exception) -> None:
         """Fails a pass that this worker has begun and that has not ended, as one that takes part asks for."""
@@ -176,8 +174,15 @@ class Engine:
             context.set_gradients(caller, pass_id, message_id, decompress(compressed))
         sender = AnsweringSender(self._agent, context.id, pass_id, partial(context.passes.note_receiver, pass_id))
         part = self._part(context, [], Graph(), message_ids)
-        with self.running_for(message.source), nullcontext() if anomaly is None else self._anomaly.scope(anomaly):
-            self._run(context, part, pass_id, sender, retain_graph, timeout)
+        self.begin_for(message.source)
+        try:
+            if anomaly is None:
+                self._run(context, part, pass_id, sender, retain_graph, timeout)
+            else:
+                with self._anomaly.scope(anomaly):
+                    self._run(context, part, pass_id, sender, retain_graph, timeout)
+        finally:
+            self.end_for(message.source)
         return sender.take()
 
     def serve_gradients(self, message: Incoming) -> None:
@@ -266,7 +271,9 @@ class Engine:
         running = context.passes.begin(
             pass_id, PassPart(awaited, len(graph.receives), timeout, sender, part.partial_gradients())
         )
-        with inside(context):
+        before = current_context()
+        set_current_context(context)  # of the hooks
+        try:
             try:
                 nodes, gradients = part.run(running, retain_graph=retain_graph, collect=collect)
             finally:
@@ -276,6 +283,8 @@ class Engine:
             for module in replicated:
                 nodes, gradients = self._average(context, module, nodes, gradients)
             context.gradients.accumulate(nodes, gradients, before_hook=sender.flush)
+        finally:
+            set_current_context(before)
 
     def _average(
         self,

@@ -21,10 +21,11 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
-from .context import Context, NewSend, current_context, find_current_context, inside
+from .context import Context, current_context, inside
 from .contexts import Contexts
 from .ended import OpenContexts
 from .engine import Engine, check_roots
+from .gradient_sender import GRADIENTS
 
 __all__ = ["Autograd"]
 
@@ -72,7 +73,7 @@ class Autograd(Extension):
             ),
         }
 
-    adds_if = staticmethod(find_current_context)
+    adds_if = staticmethod(current_context)
     header = "autograd"
 
     def on_send(self, message: Outgoing) -> None:
@@ -81,28 +82,37 @@ class Autograd(Extension):
         Raises:
             AutogradError: the context has ended, because its creator is lost.
         """
-        if message.reply_to is None:
-            context = current_context()
-            if context is None or context.agent is not self.agent:
-                return
-        elif (context := message.reply_to.state.get(Autograd)) is None:
+        request = message.reply_to
+        context: Context | None = current_context() if request is None else request.state.get(Autograd)
+        if context is None or context.agent is not self.agent:
             return
-        indices = _differentiable_indices(message)
-        if message.reply_to is not None and not indices:
+        indices: list[int] = []
+        tensors: list[torch.Tensor] = []
+        if message.tensors and torch.is_grad_enabled():  # else no gradients flow back
+            for index, tensor in enumerate(message.tensors):
+                # The gradients of tensors that arrive as leaves stay at the receiver.
+                if tensor.requires_grad and index not in message.leaves:
+                    indices.append(index)
+                    tensors.append(tensor)
+        if request is not None and not indices:
             return  # an answer without a send needs no header: its receiver is in the context already
         header = message.envelope.autograd
         if indices:
-            tensors = [message.tensors[index] for index in indices]
             new_send = context.add_send(tensors, message.destination.wire_id)
             if new_send is None:
-                self.contexts.check_creator(context.id)
+                self.contexts.check_creator(context.id, context.creator)
                 return  # the context has ended
-            _fill_header(header, new_send, indices)
+            header.message_id, closure = new_send
+            header.differentiable.extend(indices)
+            if closure is None:
+                header.closure_omitted = True
+            elif closure is not NOTHING:
+                header.closure.extend(closure_to_proto(closure))
         elif not context.reach(message.destination.wire_id):
-            self.contexts.check_creator(context.id)
+            self.contexts.check_creator(context.id, context.creator)
             return  # the context has ended
         header.context_id = context.id
-        if message.reply_to is None and (anomaly := AnomalyMode.if_enabled()) is not None:
+        if request is None and (anomaly := AnomalyMode.if_enabled()) is not None:
             header.anomaly = True
             header.anomaly_check_nan = anomaly.check_nan
 
@@ -147,7 +157,7 @@ class Autograd(Extension):
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Fails the pass whose gradients cannot be decoded."""
-        if message.envelope.type == MessageType.GRADIENTS:
+        if message.envelope.type == GRADIENTS:
             self.engine.fail_gradients(message, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
@@ -218,8 +228,12 @@ class Autograd(Extension):
             )
         context = self.contexts.get(context_id)
         check_roots([root])
-        with self.engine.running_for(message.source), self.agent.blocking():
-            self.engine.backward(context, [root], retain_graph=retain_graph)
+        self.engine.begin_for(message.source)
+        try:
+            with self.agent.blocking():
+                self.engine.backward(context, [root], retain_graph=retain_graph)
+        finally:
+            self.engine.end_for(message.source)
 
     def _send_release(self, worker: int, context_id: int, told: Set[int], lost: str) -> None:
         """Tells a worker that a context has ended; the arguments are explained at `Contexts`."""
@@ -266,30 +280,6 @@ class Autograd(Extension):
         if caller != self.agent.info.wire_id or type(number) is not int or not isinstance(error, Exception):
             raise AutogradError(f"{sender.name!r} cannot fail a pass of worker {reprlib.repr(caller)}")
         self.engine.fail_pass((caller, number), sender.wire_id, error)
-
-
-def _differentiable_indices(message: Outgoing) -> list[int]:
-    """Returns the indices of the tensors whose gradients flow back to this worker; none in no_grad mode.
-
-    The gradients of tensors that arrive as leaves (`message.leaves`) stay at the receiver.
-    """
-    if not message.tensors or not torch.is_grad_enabled():
-        return []
-    return [
-        index
-        for index, tensor in enumerate(message.tensors)
-        if tensor.requires_grad and index not in message.leaves
-    ]
-
-
-def _fill_header(header: agent_pb2.AutogradHeader, new_send: NewSend, indices: list[int]) -> None:
-    """Writes a new send, with the tensors at these indices, into a message's autograd header."""
-    header.message_id = new_send.message_id
-    header.differentiable.extend(indices)
-    if new_send.closure is None:
-        header.closure_omitted = True
-    elif new_send.closure is not NOTHING:
-        header.closure.extend(closure_to_proto(new_send.closure))
 
 
 def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:

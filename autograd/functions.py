@@ -78,7 +78,7 @@ class RecvRpc(torch.autograd.Function):
         """Returns the tensors unchanged. They are in a list so that autograd does not treat them as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
         ctx.closure = Closure(closure.sends | {(sender, message_id)}, closure.omitted)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False  # as `set_materialize_grads` does
         return tuple(tensors)
 
     @staticmethod
@@ -97,7 +97,12 @@ def send(context: RunsPasses, message_id: int, tensors: list[torch.Tensor]) -> t
         tensors: its tensors that require grad. The caller keeps followers of those that are leaves meanwhile: see
             `follower_of`.
     """
-    gate: torch.Tensor = _apply(SendRpc, context, message_id, *tensors)
+    gate: torch.Tensor
+    if torch.is_grad_enabled():
+        gate = apply_function(SendRpc, context, message_id, *tensors)
+    else:
+        with torch.enable_grad():
+            gate = apply_function(SendRpc, context, message_id, *tensors)
     return gate
 
 
@@ -113,18 +118,14 @@ def receive(
         closure: that of the message, without the message itself.
         tensors: its tensors that require grad.
     """
-    outputs: tuple[torch.Tensor, ...] = _apply(
-        RecvRpc, context.dummy, context, sender, message_id, closure, tensors
-    )
-    return outputs
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Applies a function so that it makes a node, in whatever mode the program is."""
+    args = context.dummy, context, sender, message_id, closure, tensors
+    outputs: tuple[torch.Tensor, ...]
     if torch.is_grad_enabled():
-        return apply_function(function, *args)
-    with torch.enable_grad():
-        return apply_function(function, *args)
+        outputs = apply_function(RecvRpc, *args)
+    else:
+        with torch.enable_grad():
+            outputs = apply_function(RecvRpc, *args)
+    return outputs
 
 
 RECV_NODE: type[Any] = RecvRpc._backward_cls

@@ -9,7 +9,9 @@ from ..rpc.contracts.messages import MessageType
 from .closure import SendId
 from .compression import Compressed, is_on_cpu
 
-__all__ = ["AnsweringSender", "GradientSender", "MessageGradients", "PassId", "post_gradients"]
+__all__ = ["GRADIENTS", "AnsweringSender", "GradientSender", "MessageGradients", "PassId", "post_gradients"]
+
+GRADIENTS = MessageType.GRADIENTS
 
 PassId = tuple[int, int]
 """The id of the worker whose program called `backward`, and the number of the pass there."""
@@ -44,7 +46,7 @@ def post_gradients(agent: RpcAgent, context_id: int, pass_id: PassId, send: Send
         header.context_id, header.message_id = context_id, message_id
         header.caller, header.pass_number = caller, number
 
-    agent.post(agent.incarnation(sender), MessageType.GRADIENTS, gradients, header=fill_header)
+    agent.post(agent.incarnation(sender), GRADIENTS, gradients, header=fill_header)
 
 
 @final

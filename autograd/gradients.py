@@ -84,12 +84,13 @@ class LeafGradients:
         self._lock = threading.Lock()
         self._swap_lock = swap_lock
         self._gradients: GradientsByLeaf = {}
-        self._hooks: dict[Any, _NodeHooks] = {}
+        self._hooks: dict[Any, NodeHooks] = {}
         """The hooks of the accumulation nodes that were given to `prepare`."""
 
     def prepare(self, nodes: Iterable[Any]) -> None:
         """Looks up the hooks of accumulation nodes for `accumulate`, while gradients are being computed."""
-        self._hooks.update((node, _NodeHooks(node)) for node in nodes)
+        for node in nodes:
+            self._hooks[node] = _hooks_of(node)
 
     def accumulate(
         self,
@@ -119,7 +120,13 @@ class LeafGradients:
                 and sys.getrefcount(gradient) == UNSHARED
                 and _can_steal(gradient, node.variable)
             )
-            self._accumulate_one(node, gradient, before_hook, can_steal=can_steal)
+            before, after = self._hooks.pop(node) if node in self._hooks else _hooks_of(node)
+            leaf = node.variable
+            if before or after or leaf._post_accumulate_grad_hooks:
+                hooks = list(before.values()), list(after.values())
+                self._accumulate_with_hooks(leaf, gradient, hooks, before_hook, can_steal=can_steal)
+            elif gradient is not None:
+                self._add(leaf, gradient, can_steal=can_steal)
 
     def get(self) -> GradientsByLeaf:
         """Returns all gradients so far."""
@@ -146,13 +153,18 @@ class LeafGradients:
             self._gradients.clear()
             self._hooks.clear()
 
-    def _accumulate_one(
-        self, node: Any, gradient: torch.Tensor | None, before_hook: Callable[[], None], *, can_steal: bool
+    def _accumulate_with_hooks(
+        self,
+        leaf: torch.Tensor,
+        gradient: torch.Tensor | None,
+        hooks: tuple[Sequence[Any], Sequence[Any]],
+        before_hook: Callable[[], None],
+        *,
+        can_steal: bool,
     ) -> None:
-        """Does what an accumulation node does, hooks included, for the context instead of `.grad`."""
-        leaf = node.variable
-        hooks = self._hooks.pop(node, None) or _NodeHooks(node)
-        for hook in list(hooks.before.values()):
+        """Does what an accumulation node with hooks does, for the context instead of `.grad`."""
+        before, after = hooks
+        for hook in before:
             before_hook()
             changed = hook((gradient,))
             if changed is not None:
@@ -160,7 +172,7 @@ class LeafGradients:
         if gradient is not None:
             self._add(leaf, gradient, can_steal=can_steal)
             self._run_post_accumulate_hooks(leaf, before_hook)
-        for hook in list(hooks.after.values()):
+        for hook in after:
             before_hook()
             hook((), (gradient,))
 
@@ -194,22 +206,15 @@ class LeafGradients:
                         self._gradients[leaf] = left
 
 
-@final
-class _NodeHooks:
-    """The node's own dicts of hooks, so hooks that are registered later appear in them."""
-
-    __slots__ = ("after", "before")
-
-    def __init__(self, node: Any) -> None:
-        self.before = _hooks(node.register_prehook)
-        self.after = _hooks(node.register_hook)
+NodeHooks = tuple[dict[int, Any], dict[int, Any]]
+"""The dicts of the hooks that a node runs before and after it: those registered later appear in them."""
 
 
-def _hooks(register: Any) -> dict[int, Any]:
+def _hooks_of(node: Any) -> NodeHooks:
     """Returns the hooks of a node. torch gives access to them through the handle of a registered hook only."""
-    handle = register(_ignore)
-    hooks: dict[int, Any] = handle.hooks_dict_ref()
-    del hooks[handle.id]
+    before, after = node.register_prehook(_ignore), node.register_hook(_ignore)
+    hooks: NodeHooks = before.hooks_dict_ref(), after.hooks_dict_ref()
+    del hooks[0][before.id], hooks[1][after.id]
     return hooks
 
 
@@ -233,20 +238,14 @@ def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         or gradient._is_zerotensor()
     ):
         return False
-    if not _has_layout_of(gradient, leaf):
+    is_contiguous = gradient.is_contiguous() and leaf.is_contiguous()
+    if not is_contiguous and gradient.stride() != torch.empty_like(leaf, device="meta").stride():
         return False
     uses = storage_use_count(gradient)
     if uses == 3:  # as of the gradient of a weight, which is a view of a tensor that nobody has any more
         references = _references_to_base(gradient)
         return references is not None and references == UNSHARED_BASE
     return uses == 2  # the gradient, and the call itself
-
-
-def _has_layout_of(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Returns whether a dense gradient has the strides of a new tensor like the leaf."""
-    if gradient.is_contiguous() and leaf.is_contiguous():
-        return True
-    return gradient.stride() == torch.empty_like(leaf, device="meta").stride()
 
 
 def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

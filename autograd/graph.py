@@ -52,7 +52,9 @@ class Graph:
 
     def closure(self) -> Closure:
         """Returns all sends that get a gradient if the starting nodes do."""
-        return union(node.closure for node in self.receives)
+        if len(self.receives) == 1:
+            return self.receives[0].closure  # type: ignore[no-any-return]
+        return union([node.closure for node in self.receives])
 
 
 def start_node(tensor: torch.Tensor) -> Any:
@@ -75,31 +77,34 @@ def follower_of(leaf: torch.Tensor) -> Any:
     return leaf.view_as(leaf) if leaf.layout is torch.strided else torch.clone(leaf)
 
 
-def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit: int) -> Closure | None:
-    """Returns the closure of nodes if it is small enough for a header.
+def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | None], limit: int) -> Closure | None:
+    """Returns the closure of the nodes of tensors if it is small enough for a header.
 
     Args:
-        starts: the nodes.
+        tensors: the tensors.
         known: closures of nodes that were computed before, so that no node is visited twice; results are added.
         limit: the number of sends that the closure may name.
 
     Returns:
         The closure; None if it names more sends than `limit`.
     """
-    # Without the nodes of leaves, which lead to no sends. Python must not be all that keeps one: `follower_of`.
-    starts = [node for node in starts if type(node) is not AccumulateGrad]
-    stack = list(starts)
+    # Without leaves, whose nodes lead to no sends. Python must not be all that keeps one: `follower_of`.
+    starts = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    stack: list[Any] = list(starts)
     while stack:
         node = stack[-1]
         if node not in known:
             if type(node) is RECV_NODE:
                 known[node] = _if_small(node.closure, limit)
             else:
-                next_nodes = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
-                if missing := [each for each in next_nodes if each not in known]:
-                    stack += missing
+                following = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
+                count = len(stack)
+                for each in following:
+                    if each not in known:
+                        stack.append(each)
+                if len(stack) > count:
                     continue
-                known[node] = _small_union(next_nodes, known, limit)
+                known[node] = known[following[0]] if len(following) == 1 else _small_union(following, known, limit)
         stack.pop()
     return _small_union(starts, known, limit)
 

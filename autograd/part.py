@@ -79,7 +79,9 @@ class Part:
         self._leaf_sends: dict[int, list[Any]] = {}
         """The accumulation nodes of the tensors of the other sends."""
         # A profile shows the gates.
-        is_plain = not one_root_at_a_time and not profiler_enabled() and not _may_have_several_devices()
+        # A graph can have nodes on other devices than the CPU only then.
+        has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        is_plain = not one_root_at_a_time and not profiler_enabled() and not has_devices
         for message_id in self.message_ids:
             gate = context.gate(message_id)
             leaves = _leaves_behind(gate) if is_plain and not with_leaves else None
@@ -91,7 +93,7 @@ class Part:
             graph.extend([gate.grad_fn for gate in self._gates.values()])
         self._graphs: list[Graph] | None = None
         """Those of the roots and of the gates, if they are run one at a time."""
-        if one_root_at_a_time or _has_several_devices(graph):
+        if one_root_at_a_time or (has_devices and _has_several_devices(graph)):
             self._graphs = [Graph([start_node(output)]) for output in (*roots, *self._gates.values())]
         self._is_plain = is_plain
 
@@ -199,9 +201,13 @@ class Part:
 
 def _leaves_behind(gate: torch.Tensor) -> list[Any] | None:
     """Returns the accumulation nodes of the tensors of a send; None if one is no leaf, or has hooks."""
-    nodes: list[Any] = [node for node, _ in gate.grad_fn.next_functions]  # type: ignore[union-attr]
-    are_leaves = all(type(node) is AccumulateGrad and not node.variable._backward_hooks for node in nodes)
-    return nodes if are_leaves else None
+    nodes: list[Any] = []
+    edges: Any = gate.grad_fn.next_functions  # type: ignore[union-attr]
+    for node, _ in edges:
+        if type(node) is not AccumulateGrad or node.variable._backward_hooks:
+            return None
+        nodes.append(node)
+    return nodes
 
 
 def _fitting(leaf_nodes: Sequence[Any], gradients: TensorGradients) -> TensorGradients:
@@ -230,13 +236,6 @@ def _number_nodes(graph: Graph, gates: Mapping[int, torch.Tensor], limit: int) -
         gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
 
 
-def _may_have_several_devices() -> bool:
-    """Returns whether a graph can have nodes on other devices than the CPU."""
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
-
-
 def _has_several_devices(graph: Graph) -> bool:
     """Returns whether a graph has nodes on other devices than the CPU, on which gates always are."""
-    if not _may_have_several_devices():
-        return False
     return any(meta.device.type != "cpu" for node in graph.nodes for meta in node._input_metadata if meta.device)

@@ -8,7 +8,7 @@ call that it answers. A thread that waits for an answer may read it itself.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, final
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from ...c10d.stores.prefix import PrefixStore
-from ...errors import NotInitializedError
+from ...errors import NotInitializedError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
@@ -212,11 +212,13 @@ class GrpcAgent(RpcAgent):
         peer = self.peers.by_id.get(worker)
         return peer.end if peer is not None else None
 
-    def suspicion_of(self, worker: int) -> str | None:
-        """Returns why a worker is suspect at present; None if it is not."""
-        peer = self.peers.by_id.get(worker)
-        absence = peer.absence if peer is not None else None
-        return absence.end.reason if absence is not None and not absence.is_lost else None
+    def check_present(self, workers: Iterable[int]) -> None:
+        """Raises WorkerLostError or WorkerSuspectError if one of these workers is lost, or suspect."""
+        for worker in workers:
+            peer = self.peers.by_id.get(worker)
+            if peer is not None and (absence := peer.absence) is not None:
+                end, name = absence.end, peer.info.name
+                raise end.as_error(name) if absence.is_lost else WorkerSuspectError(name, end.reason)
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
@@ -332,7 +334,8 @@ class GrpcAgent(RpcAgent):
 
     def extension(self, kind: type[E]) -> E:
         """Returns the agent's extension of this class."""
-        return self._extensions.get(kind)
+        found: E | None = self._extensions.by_class.get(kind)
+        return self._extensions.get(kind) if found is None else found
 
     def traffic(self) -> Mapping[str, int]:
         """Returns the messages and bytes that this worker has sent and received."""

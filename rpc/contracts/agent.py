@@ -7,7 +7,7 @@ to another agent, as the threads that run an agent's calls do.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Self, TypeVar, final
 
@@ -87,9 +87,16 @@ class RpcAgent(ABC):
     def end_of(self, worker: int) -> WorkerEnd | None:
         """Returns how the worker with this id ended, if it is known to be lost."""
 
-    def suspicion_of(self, worker: int) -> str | None:  # noqa: ARG002
-        """Returns why the worker with this id is suspect at present: see Liveness. None if it is not."""
-        return None
+    def check_present(self, workers: Iterable[int]) -> None:
+        """Checks the workers with these ids.
+
+        Raises:
+            WorkerLostError: one of them is known to be lost.
+            WorkerSuspectError: one of them does not answer at present: see Liveness.
+        """
+        for worker in workers:
+            if (end := self.end_of(worker)) is not None:
+                raise end.as_error(self.incarnation(worker).name)
 
     @abstractmethod
     def connect(self, worker: WorkerInfo) -> None:

@@ -37,7 +37,7 @@ class Extensions:
         """The extensions with their handlers, as no other one observes them."""
         self._basic: dict[MessageType.ValueType, Handler] = {}
         """The handlers of messages that need no extension."""
-        self._by_class: dict[type, Any] = {}
+        self.by_class: dict[type, Any] = {}
         """The extensions that `get` has returned, by the class that was asked for."""
         # The hooks that some extension overrides. Those of requests are called from where there is no message yet.
         self.on_request: Sequence[Callable[[int, WorkerInfo, Request], None]] = ()
@@ -102,10 +102,10 @@ class Extensions:
 
     def get(self, kind: type[E]) -> E:
         """Returns the extension of this class. Raises StopIteration if there is none."""
-        found = self._by_class.get(kind)
+        found = self.by_class.get(kind)
         if found is None:
             found = next(extension for extension in self._extensions if isinstance(extension, kind))
-            self._by_class[kind] = found
+            self.by_class[kind] = found
         return found
 
     # Sending.
@@ -219,7 +219,10 @@ class Extensions:
         """Returns the context for running a request's handler, if the extensions have one."""
         if not message.state or not self.handlers[message.envelope.type].user_values:
             return None
-        scopes = [entered for scope in self._scope if (entered := scope(message)) is not None]
+        scopes = []
+        for scope in self._scope:
+            if (entered := scope(message)) is not None:
+                scopes.append(entered)
         return scopes[0] if len(scopes) == 1 else _nested(scopes)
 
     # Lifecycle.

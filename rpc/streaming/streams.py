@@ -169,10 +169,10 @@ class Streams(Extension):
             self.agent.submit(producer.close)
             raise
         # `on_worker_lost` or `on_worker_suspect` may have run before the producer was registered.
-        consumer = producer.consumer.wire_id
-        end, suspicion = self.agent.end_of(consumer), self.agent.suspicion_of(consumer)
-        if end is not None or suspicion is not None:
-            producer.close(self._cut_off(suspicion if end is None else end.reason))
+        try:
+            self.agent.check_present([producer.consumer.wire_id])
+        except (WorkerLostError, WorkerSuspectError) as error:
+            producer.close(self._cut_off(error.reason))
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
 

@@ -115,11 +115,11 @@ def test_each_worker_tells_of_its_own_contexts_which_are_open(agents):
 def test_what_a_creator_tells_may_arrive_in_any_order(reverse):
     known = ended.EndedContexts(lambda _creator: None)
     for identifier in (5, 7):
-        known.add(identifier)
+        known.add(0, identifier)
     told = [ended.OpenContexts(20, frozenset({7, 9})), ended.OpenContexts(20, frozenset({9}))]
     for each in reversed(told) if reverse else told:
         known.learn(0, each)
-    assert [identifier in known for identifier in (5, 7, 9)] == [True, True, False]
+    assert [known.has_ended(0, identifier) for identifier in (5, 7, 9)] == [True, True, False]
 
 
 def test_of_too_many_open_contexts_the_oldest_are_told(monkeypatch):

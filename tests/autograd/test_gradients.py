@@ -6,8 +6,9 @@ from unittest.mock import patch
 
 import torch
 from gradwire import autograd, rpc
+from gradwire.autograd import context as contexts
 from gradwire.autograd import functions
-from gradwire.autograd.context import Context, current_context
+from gradwire.autograd.context import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
 
@@ -477,7 +478,7 @@ def test_a_leaf_may_be_sent_while_another_thread_uses_it(workers):
                 leaf.cumsum(1)
 
         with autograd.context():
-            context = current_context()
+            context = contexts.current_context()
             other = threading.Thread(target=use, daemon=True)
             other.start()
             for leaf in leaves:
