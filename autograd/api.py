@@ -8,7 +8,7 @@ from typing import final, get_args
 import torch
 
 from ..rpc.contracts.agent import current_agent
-from .context import Context, current_context, set_current_context
+from .context import Context
 from .contexts import Contexts
 from .engine import Mode, check_roots
 from .extension import Autograd
@@ -50,12 +50,12 @@ class _OpenContext:
     def __enter__(self) -> int:
         self._contexts = current_agent().extension(Autograd).contexts
         self._opened = self._contexts.open()
-        self._before = current_context()
-        set_current_context(self._opened)
+        self._before = Context.current()
+        Context.set_current(self._opened)
         return self._opened.id
 
     def __exit__(self, *_: object) -> None:
-        set_current_context(self._before)
+        Context.set_current(self._before)
         self._contexts.release(self._opened.id)
 
 

@@ -28,9 +28,7 @@ __all__ = [
     "Exchanged",
     "NewSend",
     "creator_of",
-    "current_context",
     "inside",
-    "set_current_context",
 ]
 
 Exchanged = tuple[dict[int, int], list[SendId], list[int]]
@@ -46,13 +44,6 @@ when they run, their calls belong to no context."""
 def creator_of(identifier: int) -> int:
     """Returns the id of the worker that has created the context with this id."""
     return identifier >> 48
-
-
-current_context: "Callable[[], Context | None]" = _current.get
-"""Returns the context that the calls of this thread, or of this asyncio task, belong to."""
-
-set_current_context: "Callable[[Context | None], object]" = _current.set
-"""Sets the context that the calls of this thread, or of this asyncio task, belong to."""
 
 
 @final
@@ -81,6 +72,12 @@ header."""
 @final
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
+
+    current: "Callable[[], Context | None]" = staticmethod(_current.get)
+    """Returns the context that the calls of this thread, or of this asyncio task, belong to."""
+
+    set_current: "Callable[[Context | None], object]" = staticmethod(_current.set)
+    """Sets the context that the calls of this thread, or of this asyncio task, belong to."""
 
     def __init__(
         self, agent: RpcAgent, identifier: int, creator: int, dummy: torch.Tensor, swap_lock: GradSwapLock

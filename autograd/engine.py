@@ -23,7 +23,7 @@ from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
 from .closure import Closure
 from .compression import decompress
-from .context import Context, Exchanged, current_context, set_current_context
+from .context import Context, Exchanged
 from .contexts import Contexts
 from .coordinator import PassCoordinator, PassRequest
 from .gradient_sender import AnsweringSender, GradientSender, MessageGradients, PassId
@@ -271,8 +271,8 @@ class Engine:
         running = context.passes.begin(
             pass_id, PassPart(awaited, len(graph.receives), timeout, sender, part.partial_gradients())
         )
-        before = current_context()
-        set_current_context(context)  # of the hooks
+        before = Context.current()
+        Context.set_current(context)  # of the hooks
         try:
             try:
                 nodes, gradients = part.run(running, retain_graph=retain_graph, collect=collect)
@@ -284,7 +284,7 @@ class Engine:
                 nodes, gradients = self._average(context, module, nodes, gradients)
             context.gradients.accumulate(nodes, gradients, before_hook=sender.flush)
         finally:
-            set_current_context(before)
+            Context.set_current(before)
 
     def _average(
         self,

@@ -21,7 +21,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
-from .context import Context, current_context, inside
+from .context import Context, inside
 from .contexts import Contexts
 from .ended import OpenContexts
 from .engine import Engine, check_roots
@@ -73,7 +73,7 @@ class Autograd(Extension):
             ),
         }
 
-    adds_if = staticmethod(current_context)
+    adds_if = staticmethod(Context.current)
     header = "autograd"
 
     def on_send(self, message: Outgoing) -> None:
@@ -83,7 +83,7 @@ class Autograd(Extension):
             AutogradError: the context has ended, because its creator is lost.
         """
         request = message.reply_to
-        context: Context | None = current_context() if request is None else request.state.get(Autograd)
+        context: Context | None = Context.current() if request is None else request.state.get(Autograd)
         if context is None or context.agent is not self.agent:
             return
         indices: list[int] = []
@@ -118,7 +118,7 @@ class Autograd(Extension):
 
     def may_repeat(self) -> bool:
         """Returns False inside a context, because a thread that sends the request again is not inside it."""
-        return current_context() is None
+        return Context.current() is None
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: drops the gate of a message that was not sent."""

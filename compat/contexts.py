@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import autograd
-from ..autograd.context import Context, current_context, set_current_context
+from ..autograd.context import Context
 from ..autograd.engine import check_roots
 from ..autograd.extension import Autograd
 from ..errors import AutogradError, GradwireError, RemoteError
@@ -112,24 +112,24 @@ def new() -> DistAutogradContext:
     Raises:
         AutogradError: this thread has an open context.
     """
-    if (present := current_context()) is not None:
+    if (present := Context.current()) is not None:
         raise AutogradError(f"Already have an autograd context id for this thread: {present.id}")
     opened = current_agent().extension(Autograd).contexts.open()
-    set_current_context(opened)
+    Context.set_current(opened)
     return DistAutogradContext(opened)
 
 
 def release(context_id: int) -> None:
     """Releases a context on all workers that take part in it."""
-    present = current_context()
+    present = Context.current()
     if present is not None and present.id == context_id:
-        set_current_context(None)
+        Context.set_current(None)
     current_agent().extension(Autograd).contexts.release(context_id)
 
 
 def current() -> DistAutogradContext:
     """Returns this thread's current context. Raises AutogradError if there is none."""
-    present = current_context()
+    present = Context.current()
     if present is None:
         raise AutogradError("this thread has no autograd context: open one with `with autograd.context()`")
     return DistAutogradContext(present)

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.context import current_context
+from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
 from gradwire.rpc.contracts.agent import current_agent
@@ -39,7 +39,7 @@ def die() -> None:
 
 def wait_for_the_end() -> None:
     """Returns when this worker knows that the pass has failed."""
-    running = current_context().running_pass()
+    running = Context.current().running_pass()
     wait_until(lambda: running.is_aborted)
     set_event("ended")
 

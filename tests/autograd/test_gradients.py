@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import context as contexts
 from gradwire.autograd import functions
 from gradwire.autograd.context import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
@@ -478,7 +477,7 @@ def test_a_leaf_may_be_sent_while_another_thread_uses_it(workers):
                 leaf.cumsum(1)
 
         with autograd.context():
-            context = contexts.current_context()
+            context = Context.current()
             other = threading.Thread(target=use, daemon=True)
             other.start()
             for leaf in leaves:

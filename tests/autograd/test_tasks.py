@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import context as contexts
+from gradwire.autograd.context import Context
 from gradwire.rpc import aio
 
 from tests.remote_functions import wait_until
@@ -125,7 +125,7 @@ def test_a_connection_that_begins_inside_a_context_does_not_keep_it(workers):
     def check() -> None:
         with autograd.context():
             rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
-            context = weakref.ref(contexts.current_context())
+            context = weakref.ref(Context.current())
         wait_until(lambda: gc.collect() is not None and context() is None)
 
     a.run(check)
