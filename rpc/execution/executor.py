@@ -20,12 +20,12 @@ that torch would have, stay until the executor is closed. Those that have come b
 are idle, unless they have child processes.
 """
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from .children import has_children_of_thread
@@ -54,14 +54,48 @@ class _ThreadState(threading.local):
 
     is_worker = False
     """Whether the thread belongs to the executor."""
-    is_blocked = False
-    """Whether it is in `blocking`."""
+    blocks = 0
+    """How many `blocking` it is in."""
     is_counted = False
     """Whether its task counts against `size`."""
     is_ending = False
     """Whether it is in `call_last`."""
     stays = False
     """Whether it does not end before the executor is closed."""
+
+
+@final
+class _Blocking:
+    """What `Executor.blocking` returns. One for all threads: what it has to know is kept by thread."""
+
+    def __init__(self, executor: "Executor") -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        executor = self._executor
+        thread = executor.here
+        executor.poller.stop_reading_here()
+        if not thread.is_worker:
+            return
+        thread.blocks += 1
+        if thread.blocks > 1:
+            return
+        executor._wakeups.wake_all()
+        executor.poller.release()
+        with executor._lock:
+            executor._running -= thread.is_counted
+            need = executor._need()
+        executor._provide(need)
+
+    def __exit__(self, *_: object) -> None:
+        executor = self._executor
+        thread = executor.here
+        if not thread.is_worker:
+            return
+        thread.blocks -= 1
+        if not thread.blocks:
+            with executor._lock:
+                executor._running += thread.is_counted
 
 
 @final
@@ -110,6 +144,7 @@ class Executor:
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
         self._watching = Watch(self.poller, self._has_undone)
+        self._blocking = _Blocking(self)
         self._wakeups = DeferredWakeups()
 
     @property
@@ -162,7 +197,7 @@ class Executor:
     def call_last(self, function: Callable[[], None]) -> None:
         """Calls a function at the end of the calling thread's task. The thread runs what that submits after it."""
         thread = self.here
-        thread.is_ending = thread.is_worker and not thread.is_blocked
+        thread.is_ending = thread.is_worker and not thread.blocks
         try:
             function()
         finally:
@@ -183,36 +218,17 @@ class Executor:
             need = self._need()
         self._provide(need)
 
-    @contextlib.contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Context manager for blocking on other calls; another thread replaces the blocked one meanwhile.
+    def blocking(self) -> AbstractContextManager[None]:
+        """Returns a context manager for blocking on other calls; another thread replaces this one meanwhile.
 
-        Does nothing on threads that do not belong to the executor.
+        It does nothing on threads that do not belong to the executor.
         """
-        thread = self.here
-        self.poller.stop_reading_here()
-        if not thread.is_worker or thread.is_blocked:
-            yield
-            return
-        thread.is_blocked = True
-        counted = thread.is_counted
-        self._wakeups.wake_all()
-        self.poller.release()
-        with self._lock:
-            self._running -= counted
-            need = self._need()
-        self._provide(need)
-        try:
-            yield
-        finally:
-            thread.is_blocked = False
-            with self._lock:
-                self._running += counted
+        return self._blocking
 
     def release(self, waiter: Wakeable) -> None:
         """Releases what a thread waits for; a moment later if this thread completes an answer."""
         thread = self.here
-        if not thread.is_worker or thread.is_counted or thread.is_blocked:
+        if not thread.is_worker or thread.is_counted or thread.blocks:
             waiter.release()
             return
         self._wakeups.add(waiter)
@@ -344,7 +360,11 @@ class Executor:
                     pass
                 elif self._urgent:
                     task = self._urgent.popleft()
-                elif self._tasks and self._has_runnable():
+                elif (
+                    self._tasks
+                    and self._running < self._size + self._stalls.extra
+                    and self._threads - self._polling < MAX_THREADS
+                ):  # as `_has_runnable` says
                     self._running += 1
                     self._taken += 1
                     self.here.is_counted = True
@@ -370,7 +390,6 @@ class Executor:
             if poller.kept and self._polling > 1 and poller.spin(self._has_work):
                 has_ticked = False
                 continue
-            poller.release()
             seconds = None if self.here.stays else IDLE_TIMEOUT_S
             has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(seconds))
             is_idle = has_ticked and not watches
@@ -427,6 +446,8 @@ class Executor:
             seconds: how long to wait, None for ever.
         """
         poller = self.poller
+        if poller.here.descriptor >= 0:
+            poller.release()
         descriptor = poller.wait(seconds)
         if descriptor is None:
             return False

@@ -116,7 +116,8 @@ class ControlStream:
     @property
     def waits(self) -> bool:
         """Whether there is something to be sent now."""
-        unsent = min(len(self._unacknowledged), WINDOW) > self._next - self._first
+        on_their_way = self._next - self._first
+        unsent = on_their_way < WINDOW and len(self._unacknowledged) > on_their_way
         return unsent or self._tellable > self._told
 
     def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:

@@ -12,37 +12,33 @@ INLINE = "inline"
 
 @final
 class Traffic:
-    """The messages, and the bytes of their bodies and tensors, in both directions. Safe to use from any thread."""
+    """The messages, and the bytes of their bodies and tensors, in both directions. Safe to use from any thread.
+
+    Whoever sends or receives a message with all of its bytes inside counts that up here, with the lock.
+    """
 
     __slots__ = (
         "_apart_received",
         "_apart_sent",
-        "_bytes_sent",
-        "_inline_received",
-        "_inline_sent",
-        "_lock",
-        "_received",
-        "_sent",
+        "bytes_sent",
+        "inline_received",
+        "inline_sent",
+        "lock",
+        "messages_received",
+        "messages_sent",
     )
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent = self._received = 0
+        self.lock = threading.Lock()
+        self.messages_sent = self.messages_received = 0
         """Messages."""
-        self._bytes_sent = 0
+        self.bytes_sent = 0
         """Bytes, those of a broadcast counted for one of its receivers only."""
-        self._inline_sent = self._inline_received = 0
+        self.inline_sent = self.inline_received = 0
         """Bytes inside the messages."""
         self._apart_sent: dict[str, int] = {}
         """Bytes outside them, by channel."""
         self._apart_received: dict[str, int] = {}
-
-    def sent(self, nbytes: int) -> None:
-        """Counts a message that has been sent with all of its bytes inside it."""
-        with self._lock:
-            self._sent += 1
-            self._bytes_sent += nbytes
-            self._inline_sent += nbytes
 
     def sent_by_channel(self, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
         """Counts a message that has been sent with payloads outside it.
@@ -52,53 +48,47 @@ class Traffic:
             inline: bytes inside the message.
             apart: bytes outside it, by channel.
         """
-        with self._lock:
-            self._sent += 1
-            self._bytes_sent += nbytes
-            self._inline_sent += inline
+        with self.lock:
+            self.messages_sent += 1
+            self.bytes_sent += nbytes
+            self.inline_sent += inline
             for channel, count in apart.items():
                 self._apart_sent[channel] = self._apart_sent.get(channel, 0) + count
 
     def sent_again(self, nbytes: int) -> None:
         """Counts a payload that is sent once more, because it did not arrive."""
-        with self._lock:
-            self._bytes_sent += nbytes
-
-    def received(self, nbytes: int) -> None:
-        """Counts a message that has arrived with all of its bytes inside it."""
-        with self._lock:
-            self._received += 1
-            self._inline_received += nbytes
+        with self.lock:
+            self.bytes_sent += nbytes
 
     def received_by_channel(self, by_channel: Mapping[str, int]) -> None:
         """Counts a message that has arrived; its bytes by channel, those inside it as INLINE."""
-        with self._lock:
-            self._received += 1
+        with self.lock:
+            self.messages_received += 1
             for channel, count in by_channel.items():
                 if channel == INLINE:
-                    self._inline_received += count
+                    self.inline_received += count
                 else:
                     self._apart_received[channel] = self._apart_received.get(channel, 0) + count
 
     @property
     def is_used(self) -> bool:
         """Whether there has been a message."""
-        return bool(self._sent or self._received)
+        return bool(self.messages_sent or self.messages_received)
 
     def counts(self) -> tuple[int, int, int, int]:
         """Returns the messages sent and received, and the bytes."""
-        with self._lock:
-            bytes_received = self._inline_received + sum(self._apart_received.values())
-            return self._sent, self._received, self._bytes_sent, bytes_received
+        with self.lock:
+            bytes_received = self.inline_received + sum(self._apart_received.values())
+            return self.messages_sent, self.messages_received, self.bytes_sent, bytes_received
 
     def as_json(self) -> dict[str, Any]:
         """Returns the counts; channels that have carried nothing are left out."""
-        with self._lock:
+        with self.lock:
             return {
-                "messages_sent": self._sent,
-                "messages_received": self._received,
-                "bytes_sent": {INLINE: self._inline_sent, **self._apart_sent},
-                "bytes_received": {INLINE: self._inline_received, **self._apart_received},
+                "messages_sent": self.messages_sent,
+                "messages_received": self.messages_received,
+                "bytes_sent": {INLINE: self.inline_sent, **self._apart_sent},
+                "bytes_received": {INLINE: self.inline_received, **self._apart_received},
             }
 
 

@@ -152,7 +152,11 @@ class Codec:
         if inline is not None:
             envelope.body.inline = message.body
             message.nbytes = nbytes + inline
-            peer.traffic.sent(message.nbytes)
+            traffic = peer.traffic
+            with traffic.lock:
+                traffic.messages_sent += 1
+                traffic.bytes_sent += message.nbytes
+                traffic.inline_sent += message.nbytes
             try:
                 if peer.control.is_waiting:
                     self._control.take_along(peer.control, envelope)
@@ -245,7 +249,10 @@ class Codec:
             tensors, nbytes = inline
             body: Buffer = envelope.body.inline
             nbytes += len(body)
-            source.traffic.received(nbytes)
+            traffic = source.traffic
+            with traffic.lock:
+                traffic.messages_received += 1
+                traffic.inline_received += nbytes
             message = Incoming(source.info, envelope, body, tensors, nbytes)
             if user_values and (envelope.has_headers or self._extensions.observes):
                 self._extensions.on_receive(message)

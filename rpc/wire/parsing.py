@@ -109,7 +109,9 @@ def parse_hello(data: bytes) -> agent_pb2.Hello:
     return agent_pb2.Opening.FromString(data).hello
 
 
-def _walk(data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0) -> int:
+def _walk(  # noqa: PLR0912 - numbers of a byte or two are read here: functions would be called for each field
+    data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0
+) -> int:
     """Returns the bytes of memory that a message takes, besides its payloads.
 
     Args:
@@ -124,26 +126,25 @@ def _walk(data: bytes, position: int, end: int, table: _Table, bytes_left: int, 
         DecodeError: it is malformed, or takes more.
     """
     nbytes = 0
-    find = table.get
     try:
         while position < end:
             tag = data[position]
             position += 1
             if tag > 0x7F:
                 tag, position = _varint(data, position - 1)
-            if tag & 7 != _BYTES:
-                position = _skip(data, position, tag & 7)
-                if tag | _BYTES in table:  # an element of a repeated field that is not packed
-                    nbytes += _SCALAR_BYTES
-            else:
+            kind = tag & 7
+            if kind == _BYTES:
                 length = data[position]
                 position += 1
                 if length > 0x7F:
-                    length, position = _varint(data, position - 1)
+                    if (high := data[position]) <= 0x7F:
+                        length, position = length & 0x7F | high << 7, position + 1
+                    else:
+                        length, position = _varint(data, position - 1)
                 after = position + length
                 if after > end:
                     raise DecodeError("a field is longer than its message")
-                entry = find(tag, _OPAQUE)
+                entry: Any = table[tag] if tag in table else _OPAQUE  # noqa: SIM401 - `get` is a call
                 if type(entry) is tuple:
                     nbytes += entry[0] + entry[1] * length
                 else:
@@ -151,22 +152,22 @@ def _walk(data: bytes, position: int, end: int, table: _Table, bytes_left: int, 
                     if entry and length:
                         nbytes += _walk(data, position, after, entry, bytes_left - nbytes, depth + 1)
                 position = after
+            else:
+                if kind == _VARINT:
+                    while data[position] > 0x7F:
+                        position += 1
+                    position += 1
+                elif kind in (_FIXED64, _FIXED32):
+                    position += 8 if kind == _FIXED64 else 4
+                else:
+                    raise DecodeError(f"a field of wire type {kind}")
+                if tag | _BYTES in table:  # an element of a repeated field that is not packed
+                    nbytes += _SCALAR_BYTES
             if nbytes > bytes_left or depth > _MAX_DEPTH:
                 raise DecodeError("it has too many parts, and would take more memory than is allowed")
     except IndexError:
         raise DecodeError("it ends within a field") from None
     return nbytes
-
-
-def _skip(data: bytes, position: int, kind: int) -> int:
-    """Returns the position after a field without a length. Raises IndexError at the end of the data."""
-    if kind == _VARINT:
-        while data[position] > 0x7F:
-            position += 1
-        return position + 1
-    if kind not in (_FIXED64, _FIXED32):
-        raise DecodeError(f"a field of wire type {kind}")
-    return position + (8 if kind == _FIXED64 else 4)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
