@@ -213,7 +213,8 @@ def run_backward(
             complete.append(torch.ones_like(output))
         else:  # a subclass, which may change what happens; or torch refuses it
             return torch.autograd.grad(outputs, inputs, gradients, retain_graph, allow_unused=True)
-    run: Any = torch.autograd.graph._engine_run_backward
+    # Not `torch.autograd.graph._engine_run_backward`, which has every node logged if torch's log asks for that.
+    run: Any = torch.autograd.Variable._execution_engine.run_backward
     create_graph, allow_unused = False, True
     found: tuple[Tensor | None, ...] = run(
         tuple(outputs), tuple(complete), retain_graph, create_graph, inputs, allow_unused, accumulate_grad=False

@@ -70,7 +70,8 @@ class BackwardPass:
         """Those that have arrived and that nobody has taken, by message id."""
         self._arrived: set[int] = set()
         """The ids of the messages whose gradients have arrived."""
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Why the pass has failed, on whatever worker."""
         self._part: PassPart | None = None
         """Set while the part runs."""
         self._deadline = 0.0
@@ -80,16 +81,11 @@ class BackwardPass:
         self._receives_left = 0
         """The received messages whose gradients have not been computed."""
 
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the pass has failed, on whatever worker."""
-        return self._error is not None
-
     def start(self, part: PassPart) -> None:
         """Prepares the pass for gates that wait. See `Passes.begin`."""
         with self._lock:
-            if self._error is not None:
-                raise copy_error(self._error)
+            if self.error is not None:
+                raise copy_error(self.error)
             self._part = part
             self._deadline = time.monotonic() + part.timeout
             self._gates_left, self._receives_left = len(part.awaited), part.receives
@@ -103,15 +99,15 @@ class BackwardPass:
     def abort(self, error: Exception) -> None:
         """Fails everything that waits, or will wait, for gradients. The first error counts."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
                 if self._changed is not None:
                     self._changed.notify_all()
 
     def set_gradients(self, message_id: int, gradients: TensorGradients) -> None:
         """Passes the gradients that the receiver of a message has sent to the message's gate."""
         with self._lock:
-            if self._error is None:
+            if self.error is None:
                 self._gradients[message_id] = gradients
                 self._arrived.add(message_id)
                 if self._changed is not None:
@@ -124,7 +120,7 @@ class BackwardPass:
             The gradients; None if they have not arrived, or if a tensor has none.
         """
         gradients = self._gradients.get(message_id)
-        if gradients is None or self._error is not None:
+        if gradients is None or self.error is not None:
             return None
         complete = [gradient for gradient in gradients if gradient is not None]
         if len(complete) < len(gradients):
@@ -142,7 +138,7 @@ class BackwardPass:
         """
         part = self._part
         assert part is not None, NOT_RUNNING
-        gradients = None if self._error is not None else self._gradients.pop(message_id, None)
+        gradients = None if self.error is not None else self._gradients.pop(message_id, None)
         if gradients is None:
             part.sender.flush()
             with self._agent.blocking(), self._lock:
@@ -154,7 +150,7 @@ class BackwardPass:
         """Waits for the gradients of a message. Called with the lock."""
         if self._changed is None:
             self._changed = threading.Condition(self._lock)
-        while self._error is None and message_id not in self._gradients:
+        while self.error is None and message_id not in self._gradients:
             seconds = self._deadline - time.monotonic() if part.timeout else None
             if seconds is not None and seconds <= 0:
                 raise RpcTimeoutError(
@@ -164,8 +160,8 @@ class BackwardPass:
                     f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
                 )
             wait_interruptibly(self._changed.wait, seconds)
-        if self._error is not None:
-            raise copy_error(self._error)  # several gates may raise it
+        if self.error is not None:
+            raise copy_error(self.error)  # several gates may raise it
         return self._gradients.pop(message_id)
 
     def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
@@ -272,7 +268,7 @@ class Passes:
         with self._lock:
             self._running = None
             running.finish()
-            if not running.is_aborted:
+            if running.error is None:
                 self._passes.pop(running.id, None)
             is_closed = self._is_closed
         if is_closed:

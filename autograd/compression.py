@@ -44,9 +44,12 @@ def decompress(compressed: Compressed) -> TensorGradients:
 
     The list is emptied: whoever else has it shall not keep the gradients, which may then be used without a copy.
     """
-    gradients = [each[0].expand(each[1]) if isinstance(each, tuple) else each for each in compressed]
+    received = [*compressed]
     compressed.clear()
-    return gradients
+    for index, each in enumerate(received):
+        if isinstance(each, tuple):
+            received[index] = each[0].expand(each[1])
+    return received  # type: ignore[return-value] # there are no tuples any more
 
 
 def is_on_cpu(compressed: Compressed) -> bool:

@@ -223,7 +223,11 @@ class Context:
 
     def destinations(self, message_ids: Sequence[int]) -> dict[int, int]:
         """Returns the receivers of messages with gates, by message id."""
-        return {number: self._destinations[number] for number in message_ids if number in self._destinations}
+        found = {}
+        for number in message_ids:
+            if number in self._destinations:
+                found[number] = self._destinations[number]
+        return found
 
     def closure_of_sends(self, message_ids: Sequence[int]) -> Closure:
         """Returns all sends that get a gradient if these sends of this worker do."""

@@ -105,7 +105,14 @@ class Engine:
         else:
             sends = complete_closure(self._agent, context, graph.closure())
         message_ids = by_worker(sends)
-        part = self._part(context, roots, graph, message_ids.pop(self._agent.info.wire_id, []))
+        part = Part(
+            context,
+            roots,
+            graph,
+            message_ids.pop(self._agent.info.wire_id, []),
+            one_root_at_a_time=self.one_root_at_a_time,
+            with_leaves=self._replicas.may_exist,
+        )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
         anomaly = AnomalyMode.if_enabled()
         coordinator = PassCoordinator(
@@ -173,7 +180,14 @@ class Engine:
             message_id, compressed = first
             context.set_gradients(caller, pass_id, message_id, decompress(compressed))
         sender = AnsweringSender(self._agent, context.id, pass_id, partial(context.passes.note_receiver, pass_id))
-        part = self._part(context, [], Graph(), message_ids)
+        part = Part(
+            context,
+            [],
+            Graph(),
+            message_ids,
+            one_root_at_a_time=self.one_root_at_a_time,
+            with_leaves=self._replicas.may_exist,
+        )
         self.begin_for(message.source)
         try:
             if anomaly is None:
@@ -232,18 +246,6 @@ class Engine:
 
     # This worker's part.
 
-    def _part(
-        self, context: Context, roots: Sequence[torch.Tensor], graph: Graph, message_ids: Sequence[int]
-    ) -> Part:
-        return Part(
-            context,
-            roots,
-            graph,
-            message_ids,
-            one_root_at_a_time=self.one_root_at_a_time,
-            with_leaves=self._replicas.may_exist,
-        )
-
     def _run(
         self,
         context: Context,
@@ -266,10 +268,11 @@ class Engine:
             collect: see `Part.run`.
         """
         graph = part.graph
-        replicated = self._replicas.modules_of(graph.leaves)
+        replicated = self._replicas.modules_of(graph.leaves) if self._replicas.may_exist else ()
         awaited = context.destinations(part.message_ids)
+        partial_gradients = part.partial_gradients() if part.runs_one_by_one else None
         running = context.passes.begin(
-            pass_id, PassPart(awaited, len(graph.receives), timeout, sender, part.partial_gradients())
+            pass_id, PassPart(awaited, len(graph.receives), timeout, sender, partial_gradients)
         )
         before = Context.current()
         Context.set_current(context)  # of the hooks

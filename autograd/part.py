@@ -96,17 +96,15 @@ class Part:
         if one_root_at_a_time or (has_devices and _has_several_devices(graph)):
             self._graphs = [Graph([start_node(output)]) for output in (*roots, *self._gates.values())]
         self._is_plain = is_plain
-
-    @property
-    def enters_gates(self) -> bool:
+        self.enters_gates = bool(self._gates)
         """Whether gates may wait for gradients while torch's engine runs."""
-        return bool(self._gates)
+        self.runs_one_by_one = self._graphs is not None
+        """Whether its graph is run one root at a time."""
 
-    def partial_gradients(self) -> PartialGradients | None:
-        """Returns what sums up the gradients of received messages that several roots lead to, if need be."""
-        if self._graphs is None:
-            return None
-        counts = Counter((node.sender, node.message_id) for graph in self._graphs for node in graph.receives)
+    def partial_gradients(self) -> PartialGradients:
+        """Returns what sums up the gradients of received messages that several roots lead to."""
+        graphs = self._graphs or []
+        counts = Counter((node.sender, node.message_id) for graph in graphs for node in graph.receives)
         return PartialGradients(counts)
 
     def run(

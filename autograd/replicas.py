@@ -45,10 +45,6 @@ MAY_HAVE_EARLIER_MODULES = torch.distributed.is_available() and torch.distribute
 """Whether DDP modules may have been constructed before this module was imported."""
 
 
-_modules_here: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
-"""The DDP modules of this process that are recorded, until they are freed."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Record:
     """A DDP module, and when its constructor ran.
@@ -81,7 +77,7 @@ def _record_module(module: DistributedDataParallel, wrapped: nn.Module, construc
         wrapped: the module that it wraps.
         constructed_ns: see `_Record`.
     """
-    _modules_here.add(module)
+    Replicas.may_exist = True
     record = _Record(constructed_ns, weakref.ref(module))
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
     for node in nodes:
@@ -104,14 +100,12 @@ register_module_module_registration_hook(_on_submodule)
 class Replicas:
     """Finds the DDP modules whose parameters take part in a backward pass. Safe to use from any thread."""
 
+    may_exist = MAY_HAVE_EARLIER_MODULES
+    """Whether this process may have, or have had, DDP modules."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._has_searched = not MAY_HAVE_EARLIER_MODULES
-
-    @property
-    def may_exist(self) -> bool:
-        """Whether this process may have DDP modules."""
-        return bool(_modules_here) or not self._has_searched
 
     def modules_of(self, nodes: Iterable[Any]) -> list[DistributedDataParallel]:
         """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
@@ -122,8 +116,6 @@ class Replicas:
         Raises:
             AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
         """
-        if not self.may_exist:
-            return []
         self._search_earlier_modules()
         records = {record for node in nodes for record in _records(node)}
         if any(record.constructed_ns is None and record.module() for record in records):

@@ -69,6 +69,7 @@ class References(ReferenceExtension):
     reference_type = RRef
     adds_to_references = True
     adds_if = bool  # never
+    header = "created"
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)

@@ -56,7 +56,7 @@ class Extension(WorkerWatcher, ABC):  # every hook has a sensible default
     """Returns whether `on_send` has something to add to a request that this thread sends. A function in C, which
     is called for each. None: `on_send` always looks itself."""
 
-    header: ClassVar[Literal["autograd", "profile"] | None] = None
+    header: ClassVar[Literal["autograd", "created", "profile"] | None] = None
     """The field of the envelope without which `on_receive` has nothing to do. None: it looks itself."""
 
     observes_requests: bool = False

@@ -192,9 +192,14 @@ class Extensions:
 
         Called if there are headers, or some extension `observes`.
         """
-        has_header = message.envelope.HasField
+        has_header, references = message.envelope.HasField, message.envelope.references
         for extension, on_receive in self._on_receive:
-            if extension.header is None or extension.observes_requests or has_header(extension.header):
+            if (
+                extension.header is None
+                or extension.observes_requests
+                or (references and extension.adds_to_references)
+                or has_header(extension.header)
+            ):
                 on_receive(message)
 
     def may_repeat(self) -> bool:

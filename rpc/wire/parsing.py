@@ -109,7 +109,7 @@ def parse_hello(data: bytes) -> agent_pb2.Hello:
     return agent_pb2.Opening.FromString(data).hello
 
 
-def _walk(  # noqa: PLR0912 - numbers of a byte or two are read here: functions would be called for each field
+def _walk(  # noqa: PLR0912 - short numbers are read here: functions would be called for each field
     data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0
 ) -> int:
     """Returns the bytes of memory that a message takes, besides its payloads.
@@ -131,7 +131,10 @@ def _walk(  # noqa: PLR0912 - numbers of a byte or two are read here: functions 
             tag = data[position]
             position += 1
             if tag > 0x7F:
-                tag, position = _varint(data, position - 1)
+                if (high := data[position]) <= 0x7F:
+                    tag, position = tag & 0x7F | high << 7, position + 1
+                else:
+                    tag, position = _varint(data, position - 1)
             kind = tag & 7
             if kind == _BYTES:
                 length = data[position]
@@ -139,6 +142,9 @@ def _walk(  # noqa: PLR0912 - numbers of a byte or two are read here: functions 
                 if length > 0x7F:
                     if (high := data[position]) <= 0x7F:
                         length, position = length & 0x7F | high << 7, position + 1
+                    elif (highest := data[position + 1]) <= 0x7F:
+                        length = length & 0x7F | (high & 0x7F) << 7 | highest << 14
+                        position += 2
                     else:
                         length, position = _varint(data, position - 1)
                 after = position + length

@@ -284,7 +284,7 @@ class _Extractor:
         return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if self._small_bytes_left > 0 and (small := reduce_small(tensor)) is not None:
+        if self._small_bytes_left > 0 and not tensor.requires_grad and (small := reduce_small(tensor)) is not None:
             address, reduced = small
             if address in self._addresses:
                 raise _SharedMemoryError

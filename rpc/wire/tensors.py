@@ -122,7 +122,8 @@ def check_all_sendable(tensors: Sequence[torch.Tensor], device_map: DeviceMap) -
         or max(map(_dim, tensors)) > MAX_DIMENSIONS
     ):
         for tensor in tensors:
-            check_sendable(tensor, device_map)
+            if not _is_plain(tensor) or tensor.dim() > MAX_DIMENSIONS:
+                check_sendable(tensor, device_map)
 
 
 def encode_tensors(

@@ -40,7 +40,7 @@ def die() -> None:
 def wait_for_the_end() -> None:
     """Returns when this worker knows that the pass has failed."""
     running = Context.current().running_pass()
-    wait_until(lambda: running.is_aborted)
+    wait_until(lambda: running.error is not None)
     set_event("ended")
 
 
