@@ -42,7 +42,7 @@ from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension, UserHandle
-from .ids import GlobalId, IdSource, name_needed
+from .ids import GlobalId, id_source, name_needed
 from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import AwaitedValue, OwnedValue, OwnerTable
 from .passed_on import PASSED_ON_KINDS, PassedOn, is_unsure
@@ -75,7 +75,7 @@ class References(ReferenceExtension):
         super().__init__(agent)
         self.table = OwnerTable(agent.info.wire_id, agent.is_member, agent.submit)
         self.values = ValueServer(agent, self.table)
-        self._ids = IdSource(agent.info.wire_id)
+        self._new_id = id_source(agent.info.wire_id)
         self.forks: set[Fork] = set()
         """The forks that this worker holds."""
         self._passed_on = PassedOn(agent, self.table, self._arrived)
@@ -122,7 +122,7 @@ class References(ReferenceExtension):
 
     def own(self, value: Any) -> OwnerHandle:
         """Returns a handle to a value that is given to this worker."""
-        entry = self.table.create(self._ids.next())
+        entry = self.table.create(self._new_id())
         self.table.mark_created(entry)
         entry.resolve(value)
         return OwnerHandle(self.agent, entry)
@@ -131,7 +131,7 @@ class References(ReferenceExtension):
         self, owner: WorkerInfo, call: CreationCall, timeout: float | None, needed: Sequence[GlobalId] = ()
     ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once."""
-        identifier, fork_id = self._ids.next(), self._ids.next()
+        identifier, fork_id = self._new_id(), self._new_id()
         request = self._creation_request(owner, identifier, fork_id, call, timeout, needed)
         if owner.wire_id == self.agent.info.wire_id:
             return self._create_here(identifier, fork_id, request)
@@ -209,7 +209,7 @@ class References(ReferenceExtension):
         """
         destination, add_reference = message.destination.wire_id, message.envelope.references.add
         for rref in message.references:
-            handle, fork = rref._handle, self._ids.next()
+            handle, fork = rref._handle, self._new_id()
             if handle.agent is not self.agent:
                 raise RRefError(
                     f"{rref} belongs to an agent that has shut down. Cannot call fork an UserRRef after deletion."
@@ -408,11 +408,11 @@ class References(ReferenceExtension):
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
         """Notes which forks were made before."""
-        self._made_before_break[worker.wire_id] = self._ids.next().number
+        self._made_before_break[worker.wire_id] = self._new_id().number
 
     def on_worker_suspect(self, worker: WorkerInfo, _reason: str) -> None:
         """Notes which references, and creations, a suspect worker may not have got."""
-        below = self._made_before_break.get(worker.wire_id, self._ids.next().number)
+        below = self._made_before_break.get(worker.wire_id, self._new_id().number)
         self._passed_on.on_worker_suspect(worker.wire_id, below)
         for fork in self.forks.copy():
             is_creator = fork.is_creator and fork.owner.wire_id == worker.wire_id and fork.id.number < below

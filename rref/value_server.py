@@ -47,13 +47,13 @@ class ValueServer:
         """
         awaited = []
         for needed in envelope.needed_values:
-            identifier = GlobalId.from_proto(needed)
+            identifier = GlobalId((needed.worker_id, needed.number))
             if not self._table.is_there(identifier):
                 awaited += self._awaited_value(identifier, is_needed=True)
         me = self._agent.info.wire_id
         for each in envelope.references:
             if each.owner == me:
-                awaited += self._awaited_value(GlobalId.from_proto(each), is_needed=False)
+                awaited += self._awaited_value(GlobalId((each.worker_id, each.number)), is_needed=False)
         return awaited
 
     def _awaited_value(self, identifier: GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
@@ -98,7 +98,7 @@ class ValueServer:
             RRefError: the value exists already.
         """
         created, source = message.envelope.created, message.source.wire_id
-        identifier, fork = GlobalId.from_proto(created), GlobalId((source, created.fork))
+        identifier, fork = GlobalId((created.worker_id, created.number)), GlobalId((source, created.fork))
         if identifier.worker != source or created.owner != self._agent.info.wire_id:
             raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
         if source != self._agent.info.wire_id:
@@ -147,7 +147,8 @@ class ValueServer:
         """Answers with the value, for which the request has waited: the handler of RREF_FETCH."""
         if len(message.envelope.needed_values) != 1:
             raise ValueError("malformed message: it does not name one value")
-        entry = self.entry(GlobalId.from_proto(message.envelope.needed_values[0]))
+        needed = message.envelope.needed_values[0]
+        entry = self.entry(GlobalId((needed.worker_id, needed.number)))
         outcome = entry.outcome
         if outcome is None or outcome[1] is None:
             return entry.value()

@@ -203,6 +203,10 @@ class GrpcAgent(RpcAgent):
         peer = self.peers.by_id.get(wire_id)
         return peer.info if peer is not None else self.peers.incarnation(wire_id)
 
+    def is_member(self, worker: int) -> bool:
+        """Returns whether a worker with this wire id is in the group, or has been."""
+        return worker in self.peers.by_id or super().is_member(worker)
+
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""
         return [peer.info for peer in self.peers.current()]

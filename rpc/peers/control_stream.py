@@ -86,10 +86,10 @@ class ControlStream:
         self._sent_below = 0
         """The number below which all have been sent, maybe to be sent again."""
         # What has been received.
-        self._arrived: deque[agent_pb2.ControlMessage] = deque()
-        """The messages that wait to be processed."""
+        self._arrived: deque[tuple[agent_pb2.ControlMessage, int]] = deque()
+        """The messages that wait to be processed, and their bytes."""
         self._arrived_bytes = 0
-        self._ahead: dict[int, agent_pb2.ControlMessage] = {}
+        self._ahead: dict[int, tuple[agent_pb2.ControlMessage, int]] = {}
         """Messages that have arrived before others with smaller numbers."""
         self._expected = 0
         """The number of the message that is to arrive next."""
@@ -224,8 +224,9 @@ class ControlStream:
                 if number < self._expected or number in self._ahead:
                     self._tell_again()  # it was sent again, so the peer does not know that it has arrived
                 elif number < self._processed + WINDOW and self._arrived_bytes <= MAX_ARRIVED_BYTES:
-                    self._ahead[number] = message
-                    self._arrived_bytes += message.ByteSize()
+                    nbytes = message.ByteSize()
+                    self._ahead[number] = message, nbytes
+                    self._arrived_bytes += nbytes
                 else:
                     refused = number
                     break
@@ -254,12 +255,12 @@ class ControlStream:
         while arrived and self._processing.acquire(blocking=False):
             try:
                 while arrived and len(self._failures) < MAX_KEPT_FAILURES:
-                    if kinds is not None and arrived[0].kind not in kinds:
+                    if kinds is not None and arrived[0][0].kind not in kinds:
                         return
-                    message = arrived.popleft()
+                    message, nbytes = arrived.popleft()
                     failure = run(message)
                     with self._lock:
-                        self._arrived_bytes -= message.ByteSize()
+                        self._arrived_bytes -= nbytes
                         if failure is not None:
                             self._failures[self._processed] = failure
                         self._processed += 1

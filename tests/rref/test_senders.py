@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import LimitReachedError, RRefError, UnknownWorkerError
+from gradwire.errors import LimitReachedError, RRefError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
@@ -133,14 +133,12 @@ def test_values_are_created_by_their_creator(agents):
 def test_the_owner_of_a_reference_is_not_known_yet(agents, monkeypatch):
     """Others know a worker that joins some moments earlier. The reference is refused, and nobody keeps it."""
     owner, user, third = agents(3)
-    find = type(third).incarnation
+    is_member = type(third).is_member
 
-    def find_unless_new(agent, destination):
-        if agent is third and destination == owner.info.id:
-            raise UnknownWorkerError(destination, [])
-        return find(agent, destination)
+    def is_member_unless_new(agent, worker):
+        return is_member(agent, worker) and not (agent is third and worker == owner.info.id)
 
-    monkeypatch.setattr(type(third), "incarnation", find_unless_new)
+    monkeypatch.setattr(type(third), "is_member", is_member_unless_new)
     with holder.using(user):
         rref, mine = rpc.remote(owner.info, add, (1, 2)), rpc.RRef(1)
         with pytest.raises(RRefError, match="'agent2' does not know the owner of"):
