@@ -28,11 +28,6 @@ class AnomalyMode(NamedTuple):
         """Returns the settings of this process."""
         return cls(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
 
-    @classmethod
-    def if_enabled(cls) -> "AnomalyMode | None":
-        """Returns the settings of this process if it is in anomaly mode, else None."""
-        return cls.current() if torch.is_anomaly_enabled() else None
-
     def apply(self) -> None:
         """Makes these the settings of this process."""
         torch.autograd.set_detect_anomaly(self.enabled, self.check_nan)

@@ -138,7 +138,10 @@ class Context:
             The contents of the header; None if the context has ended.
         """
         closure: Closure | None = NOTHING
-        followers = [follower_of(tensor) for tensor in tensors if tensor.grad_fn is None]  # noqa: F841 - for `send`
+        followers = []  # kept for `send`
+        for tensor in tensors:
+            if tensor.grad_fn is None:
+                followers.append(follower_of(tensor))
         if self._receives:
             closure = small_closure(tensors, self._closures, MAX_HEADER_SENDS)
         with self._lock:

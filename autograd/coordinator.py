@@ -1,7 +1,7 @@
 """A backward pass as seen by the worker whose program called `backward`."""
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -81,13 +81,16 @@ class PassCoordinator:
         self._error: Exception | None = None
         self._parts: list[Future[Any]] = []
 
-    def start(self, soon: Collection[int]) -> None:
-        """Has the workers run their parts.
+    def start(self, receives: Sequence[Any]) -> None:
+        """Has the workers run their parts, except those that get gradients soon: the request goes with them.
 
         Args:
-            soon: the ids of workers to which this one is about to send gradients; the request goes with them.
+            receives: the `RecvRpc` nodes of this worker's part, which send gradients to other workers.
         """
-        for worker in self._not_started.keys() - soon:
+        later = set()
+        for node in receives:
+            later.add(node.sender)
+        for worker in self._not_started.keys() - later:
             self._start(worker, None)
 
     def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:  # noqa: ARG002

@@ -114,7 +114,7 @@ class Engine:
             with_leaves=self._replicas.may_exist,
         )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
-        anomaly = AnomalyMode.if_enabled()
+        anomaly = AnomalyMode.current() if torch.is_anomaly_enabled() else None
         coordinator = PassCoordinator(
             self._agent,
             context,
@@ -127,7 +127,7 @@ class Engine:
         )
         self._coordinators[pass_id] = coordinator
         try:
-            coordinator.start(soon={node.sender for node in graph.receives})
+            coordinator.start(graph.receives)
             try:
                 self._run(context, part, pass_id, coordinator, retain_graph, timeout, coordinator.collect)
             except Exception as error:

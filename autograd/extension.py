@@ -112,9 +112,9 @@ class Autograd(Extension):
             self.contexts.check_creator(context.id, context.creator)
             return  # the context has ended
         header.context_id = context.id
-        if request is None and (anomaly := AnomalyMode.if_enabled()) is not None:
+        if request is None and torch.is_anomaly_enabled():
             header.anomaly = True
-            header.anomaly_check_nan = anomaly.check_nan
+            header.anomaly_check_nan = AnomalyMode.current().check_nan
 
     def may_repeat(self) -> bool:
         """Returns False inside a context, because a thread that sends the request again is not inside it."""
@@ -149,9 +149,10 @@ class Autograd(Extension):
                     "malformed autograd header: it names tensors that are missing or do not require grad"
                 )
             sent.append(tensors[index].requires_grad_(False))  # noqa: FBT003
-        received = context.add_receive(
-            message.source.wire_id, header.message_id, _closure_of(header, message.source.wire_id), sent
-        )
+        closure = NOTHING
+        if header.closure or header.closure_omitted:
+            closure = _closure_of(header, message.source.wire_id)
+        received = context.add_receive(message.source.wire_id, header.message_id, closure, sent)
         for index, tensor in zip(indices, received, strict=True):
             tensors[index] = tensor
 

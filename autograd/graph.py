@@ -30,7 +30,8 @@ class Graph:
         """The `RecvRpc` nodes."""
         self.nodes: set[Any] = set()
         """All nodes."""
-        self.extend(starts)
+        if starts:
+            self.extend(starts)
 
     def extend(self, starts: Iterable[Any]) -> None:
         """Adds more starting nodes, and all nodes that they lead to."""
@@ -98,11 +99,12 @@ def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | No
                 known[node] = _if_small(node.closure, limit)
             else:
                 following = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
-                count = len(stack)
+                is_known = True
                 for each in following:
                     if each not in known:
                         stack.append(each)
-                if len(stack) > count:
+                        is_known = False
+                if not is_known:
                     continue
                 known[node] = known[following[0]] if len(following) == 1 else _small_union(following, known, limit)
         stack.pop()

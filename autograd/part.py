@@ -182,8 +182,11 @@ class Part:
             retain_graph: keep the graph.
         """
         # All RecvRpc nodes lead to the dummy, without which the engine would not run them.
-        inputs = (*[GradientEdge(node, 0) for node in leaves], self._context.dummy)
-        return list(run_backward(outputs, gradients, inputs, retain_graph=retain_graph))[:-1]
+        inputs: list[Any] = []
+        for node in leaves:
+            inputs.append(GradientEdge(node, 0))
+        inputs.append(self._context.dummy)
+        return list(run_backward(outputs, gradients, tuple(inputs), retain_graph=retain_graph))[:-1]
 
     def _with_leaf_sends(
         self, running: BackwardPass, nodes: Sequence[Any], gradients: Sequence[LeafGradient]

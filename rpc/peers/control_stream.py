@@ -145,7 +145,7 @@ class ControlStream:
                 if nbytes < 0 and not (alone and index == begin):
                     break
                 header.messages.append(sent.message)
-            self._next += len(header.messages)
+                self._next += 1
             self._sent_below = max(self._sent_below, self._next)
             if self._failures:
                 for number, failure in itertools.islice(self._failures.items(), MAX_FAILURES):
@@ -196,8 +196,8 @@ class ControlStream:
         with self._lock:
             if failures:
                 self._tell_again()  # with `acknowledged_below`, so that the peer need not keep them
-            below = min(header.processed_below, self._sent_below)
-            while self._first < below:
+            below = header.processed_below
+            while self._first < below and self._first < self._sent_below:
                 sent = self._unacknowledged.popleft()
                 if sent.done is not None or self._first in failures:
                     settled.append((sent, failures.get(self._first, b"")))
@@ -254,7 +254,7 @@ class ControlStream:
         arrived = self._arrived
         while arrived and self._processing.acquire(blocking=False):
             try:
-                while arrived and len(self._failures) < MAX_KEPT_FAILURES:
+                while arrived and (not self._failures or len(self._failures) < MAX_KEPT_FAILURES):
                     if kinds is not None and arrived[0][0].kind not in kinds:
                         return
                     message, nbytes = arrived.popleft()

@@ -228,6 +228,8 @@ class Extensions:
         for scope in self._scope:
             if (entered := scope(message)) is not None:
                 scopes.append(entered)
+        if not scopes:
+            return None
         return scopes[0] if len(scopes) == 1 else _nested(scopes)
 
     # Lifecycle.
