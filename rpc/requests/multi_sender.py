@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -125,8 +124,10 @@ class MultiSender:
         """Sends a request to one of several workers; an error fails this future only."""
         with around(worker):
             try:
-                packed = copy.copy(encoded.packed)
-                packed.tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
+                body, tensors, references, leaves = encoded.packed
+                packed = Packed(
+                    (body, [*tensors], references, leaves)
+                )  # extensions replace some, for this worker only
                 return self._caller.send_packed(
                     worker, request, timeout, packed, encoded.device_map, encoded.broadcast
                 )

@@ -204,7 +204,10 @@ class EnvelopeSocket:
         try:
             self.read()
         finally:
-            self.end_reading()
+            if self._reader.pause is None:
+                self.reading.release()
+            else:
+                self.end_reading()
         # Not before: another thread may have found the lock held since a pause has ended.
         return not self._has_ended and not self._paused
 

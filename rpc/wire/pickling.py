@@ -7,6 +7,7 @@ so that the receiver can count them even if it cannot unpickle the value. `value
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from operator import itemgetter
 from typing import Any, final
 
 import torch
@@ -41,24 +42,30 @@ Finder = Callable[[type], Reducer | None]
 """Returns the reducer of a class, if it knows one."""
 
 
-class Packed:
-    """A pickled value."""
+_Parts = tuple[bytes, list[torch.Tensor], list[Any], AbstractSet[int]]
 
-    __slots__ = ("body", "leaves", "references", "tensors")
 
-    def __init__(self) -> None:
-        self.body = b""
-        """The pickle, with placeholders for tensors and references."""
-        self.tensors: list[torch.Tensor] = []
-        """The tensors, by the index in their placeholders."""
-        self.references: list[Any] = []
-        """The references, by the index in their placeholders."""
-        self.leaves: AbstractSet[int] = frozenset()
-        """Indices of the tensors that the receiver gets as autograd leaves, even inside an autograd context."""
+@final
+class Packed(_Parts):
+    """A pickled value: the pickle, the tensors, the references, and which tensors are leaves.
+
+    No dataclass: each would be made by a function in Python, for each message.
+    """
+
+    __slots__ = ()
+
+    body: bytes = property(itemgetter(0))  # type: ignore[assignment]
+    """The pickle, with placeholders for tensors and references."""
+    tensors: list[torch.Tensor] = property(itemgetter(1))  # type: ignore[assignment]
+    """The tensors, by the index in their placeholders."""
+    references: list[Any] = property(itemgetter(2))  # type: ignore[assignment]
+    """The references, by the index in their placeholders."""
+    leaves: AbstractSet[int] = property(itemgetter(3))  # type: ignore[assignment]
+    """Indices of the tensors that the receiver gets as autograd leaves, even inside an autograd context."""
 
 
 _CPU = torch.device("cpu")
-_NOTHING = Packed()
+_NO_LEAVES: AbstractSet[int] = frozenset()
 
 
 @final
@@ -128,21 +135,18 @@ class Packer:
             except BaseException:
                 extractor.reset()  # it is not used again, but only the garbage collector frees it
                 raise
-            if extractor.is_reset or self._reset(extractor, value, packed):
-                self._idle.append(extractor)
+            if not extractor.is_reset:
+                packed = self._with_leaves(packed, extractor, value)
+                is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
+                extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
+                if not is_small:
+                    return packed
+            self._idle.append(extractor)
             return packed
         except _SharedMemoryError:
             return self._pack_shared(value, label, device_map)
         except Exception as error:
             raise self._explained(error, value, label, device_map) from error
-
-    def _reset(self, extractor: "_Extractor", value: object, packed: Packed) -> bool:
-        """Has a pickler forget a value, and notes what arrives as leaves; returns whether it is used again."""
-        if extractor.parameter_ids:
-            packed.leaves = self._leaves(extractor, value)
-        is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
-        extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
-        return is_small
 
     def _make_extractor(self) -> "_Extractor":
         return _Extractor(self.pickler, self._reducers, self._reference_types, self._finders)
@@ -152,12 +156,11 @@ class Packer:
         extractor = self._make_extractor()
         try:
             packed = extractor.pickle(value, device_map, with_small=False)
-            packed.leaves = self._leaves(extractor, value)
+            return self._with_leaves(packed, extractor, value)
         except Exception as error:
             raise self._explained(error, value, label, device_map) from error
         finally:
             extractor.reset()
-        return packed
 
     def _explained(
         self, error: Exception, value: object, label: str | Sequence[str], device_map: DeviceMap
@@ -176,12 +179,13 @@ class Packer:
 
         return explain_failure(value, label, error, error_of, self.pickler)
 
-    def _leaves(self, extractor: "_Extractor", value: object) -> AbstractSet[int]:
-        """Returns the indices of the tensors of a pickled value that arrive as leaves."""
+    def _with_leaves(self, packed: Packed, extractor: "_Extractor", value: object) -> Packed:
+        """Returns a pickled value with the indices of the tensors that arrive as leaves."""
         if not extractor.parameter_ids:
-            return frozenset()
+            return packed
         detached = any(detaches(value) for detaches in self._detaches)
-        return set(extractor.parameter_ids) if detached else extractor.owned_parameters()
+        leaves = set(extractor.parameter_ids) if detached else extractor.owned_parameters()
+        return Packed((packed.body, packed.tensors, packed.references, leaves))
 
 
 @final
@@ -191,10 +195,11 @@ class _Extractor:
     __slots__ = (
         "_addresses",
         "_owned_ids",
-        "_packed",
         "_pickler",
+        "_references",
         "_reset_pickler",
         "_small_bytes_left",
+        "_tensors",
         "_written",
         "is_reset",
         "parameter_ids",
@@ -212,7 +217,8 @@ class _Extractor:
         """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
         self.is_reset = True
         """Whether it has forgotten the last value."""
-        self._packed = _NOTHING
+        self._tensors: list[torch.Tensor] = []
+        self._references: list[Any] = []
         self._owned_ids: set[int] = set()
         """The `id` of each Parameter of a module or optimizer."""
         self._small_bytes_left = 0
@@ -244,27 +250,28 @@ class _Extractor:
             Exception: whatever pickling the value raises.
         """
         self._small_bytes_left = MAX_SMALL_BYTES if with_small else 0
-        packed = self._packed = Packed()
+        tensors = self._tensors = []
+        references = self._references = []
         self.is_reset = False
         self._pickler.dump(value)
-        packed.body = self._written.pop()
+        body = self._written.pop()
         if self._written:
-            packed.body = b"".join([*self._written, packed.body])
+            body = b"".join([*self._written, body])
             self._written.clear()
-        if packed.tensors:
-            check_all_sendable(packed.tensors, device_map)
-            if self._addresses and not self._addresses.isdisjoint(storage_addresses(packed.tensors)):
+        if tensors:
+            check_all_sendable(tensors, device_map)
+            if self._addresses and not self._addresses.isdisjoint(storage_addresses(tensors)):
                 raise _SharedMemoryError
-        if len(packed.body) < SMALL_BODY_BYTES and not (self.parameter_ids or self._owned_ids or self._addresses):
+        if len(body) < SMALL_BODY_BYTES and not (self.parameter_ids or self._owned_ids or self._addresses):
             self.is_reset = True  # as `reset` does
-            self._packed = _NOTHING
+            self._tensors, self._references = [], []
             self._reset_pickler()
-        return packed
+        return Packed((body, tensors, references, _NO_LEAVES))
 
     def reset(self) -> None:
         """Forgets the last value."""
         self.is_reset = True
-        self._packed = _NOTHING
+        self._tensors, self._references = [], []
         self._reset_pickler()
         self._written.clear()
         if self.parameter_ids:
@@ -277,7 +284,7 @@ class _Extractor:
     def is_small(self) -> bool:
         """Returns whether resetting it takes no longer than making another one."""
         # A tensor is two objects.
-        return 2 * len(self._packed.tensors) < MANY_OBJECTS and len(self._pickler.memo.copy()) < MANY_OBJECTS
+        return 2 * len(self._tensors) < MANY_OBJECTS and len(self._pickler.memo.copy()) < MANY_OBJECTS
 
     def owned_parameters(self) -> AbstractSet[int]:
         """Returns the indices of the Parameters that belong to modules or optimizers."""
@@ -291,12 +298,12 @@ class _Extractor:
             self._addresses.add(address)
             self._small_bytes_left -= tensor.nbytes + SMALL_TENSOR_COST_BYTES
             return reduced
-        tensors = self._packed.tensors
+        tensors = self._tensors
         tensors.append(tensor)
         return tensor_placeholder, (len(tensors) - 1,)
 
     def _reduce_parameter(self, parameter: nn.Parameter) -> tuple[Any, ...]:
-        tensors = self._packed.tensors
+        tensors = self._tensors
         index = len(tensors)
         tensors.append(parameter)
         self.parameter_ids[index] = id(parameter)
@@ -309,7 +316,7 @@ class _Extractor:
         return owner.__reduce_ex__(PICKLE_PROTOCOL)
 
     def _reduce_reference(self, reference: object) -> tuple[Any, ...]:
-        references = self._packed.references
+        references = self._references
         references.append(reference)
         return reference_placeholder, (len(references) - 1,)
 
@@ -349,16 +356,12 @@ class _DispatchTable(dict[type, Reducer]):
 
 def _pack_alone(tensor: torch.Tensor, device_map: DeviceMap) -> Packed | None:
     """Returns a message that is nothing but a tensor; None if the pickler has to look at it."""
-    packed = Packed()
     if tensor.requires_grad:
         check_sendable(tensor, device_map)
-        packed.body = ONE_TENSOR
-        packed.tensors.append(tensor)
-        return packed
+        return Packed((ONE_TENSOR, [tensor], [], _NO_LEAVES))
     if _CPU in device_map or (body := pickle_small(tensor)) is None:
         return None
-    packed.body = body
-    return packed
+    return Packed((body, [], [], _NO_LEAVES))
 
 
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Any]:

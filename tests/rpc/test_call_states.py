@@ -138,7 +138,7 @@ class World(SilentTransport):
         return {}
 
     def pack_request(self, *_: object) -> Packed:
-        return Packed()
+        return Packed((b"", [], [], frozenset()))
 
     def try_to_send(self, peer: Peer, message: Outgoing, _broadcast: object) -> bool:
         if self.fails_next:

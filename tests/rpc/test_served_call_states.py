@@ -118,7 +118,7 @@ class Codec:
         """Returns the value of a request, which is not used."""
 
     def pack(self, *_: object, **__: object) -> Packed:
-        return Packed()
+        return Packed((b"", [], [], frozenset()))
 
     def encode_failure(self, _error: BaseException) -> bytes:
         return b"an error"
