@@ -32,7 +32,7 @@ PEER = worker_name(1)
 MARKED = [
     ("gradwire.rpc.wire.pickling", "Packer", "pack"),
     ("gradwire.rpc.requests.codec", "Codec", "try_to_send"),
-    ("gradwire.rpc.requests.values", "Values", "unpack"),
+    ("gradwire.rpc.policy.value_readers", "PickleReader", "read"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "send"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "read"),
     ("gradwire.rpc.requests.server", "Server", "serve"),
@@ -48,14 +48,14 @@ STEPS = [
     (CALLER, "EnvelopeSocket.send begins", "hooks of the extensions, serialize the envelope"),
     (CALLEE, "EnvelopeSocket.read begins", "write into the socket; the callee's thread finds it readable"),
     (CALLEE, "Server.serve begins", "read the socket, parse the envelope, dispatch"),
-    (CALLEE, "Values.unpack begins", "hooks and scopes of the extensions"),
+    (CALLEE, "PickleReader.read begins", "hooks and scopes of the extensions"),
     (CALLEE, "function begins", "unpickle the call"),
     (CALLEE, "Packer.pack begins", "run the function, which does nothing"),
     (CALLEE, "Packer.pack ends", "pickle the result"),
     (CALLEE, "EnvelopeSocket.send begins", "make and serialize the envelope of the answer"),
     (CALLER, "EnvelopeSocket.read begins", "write into the socket; the calling thread reads it"),
-    (CALLER, "Values.unpack begins", "parse the envelope, find the future"),
-    (CALLER, "Values.unpack ends", "unpickle the result"),
+    (CALLER, "PickleReader.read begins", "parse the envelope, find the future"),
+    (CALLER, "PickleReader.read ends", "unpickle the result"),
     (CALLER, "rpc_sync returns", "complete the future, return"),
 ]
 """The way of a call: where a step ends, the mark at its end, and what it does."""
