@@ -122,9 +122,11 @@ class BackwardPass:
         gradients = self._gradients.get(message_id)
         if gradients is None or self.error is not None:
             return None
-        complete = [gradient for gradient in gradients if gradient is not None]
-        if len(complete) < len(gradients):
-            return None
+        complete: list[torch.Tensor] = []
+        for gradient in gradients:
+            if gradient is None:
+                return None
+            complete.append(gradient)
         del self._gradients[message_id]
         self._gates_left -= 1
         return complete
@@ -252,7 +254,7 @@ class Passes:
                     f"two backward passes of context {self._context_id} run on worker {self._agent.info.name!r} "
                     "at the same time: run them one after the other, or in contexts of their own"
                 )
-            begun = self._get(identifier)
+            begun = self._passes.get(identifier) or self._get(identifier)
             begun.start(part)
             self._running = begun
         # A worker that is lost or suspect from now on makes `fail_without` abort the pass.

@@ -62,7 +62,9 @@ class Contexts:
     def open(self) -> Context:
         """Returns a new context, created by this worker."""
         with self._lock:
-            context = self._contexts[self._next] = self._make(self._next, self._agent.info.wire_id)
+            context = self._contexts[self._next] = Context(
+                self._agent, self._next, self._agent.info.wire_id, self._dummy, self._swap_lock
+            )
             self._next += 1
         return context
 
@@ -152,7 +154,9 @@ class Contexts:
                         f"{count} autograd contexts of worker {sender} have not ended here",
                         f"MAX_JOINED_CONTEXTS={MAX_JOINED_CONTEXTS}",
                     )
-            context = self._contexts[identifier] = self._make(identifier, creator)
+            context = self._contexts[identifier] = Context(
+                self._agent, identifier, creator, self._dummy, self._swap_lock
+            )
             context.senders.add(sender)
             self._ended.know(creator)
             return context
@@ -224,9 +228,6 @@ class Contexts:
             return identifier < self._next and identifier not in self._contexts
         with self._lock:
             return self._ended.has_ended(creator, identifier)
-
-    def _make(self, identifier: int, creator: int) -> Context:
-        return Context(self._agent, identifier, creator, self._dummy, self._swap_lock)
 
     def all(self) -> list[Context]:
         """Returns all parts."""

@@ -146,13 +146,15 @@ class PassCoordinator:
             Exception: what the worker has answered with.
         """
         if self._one_answer:
-            self.flush()
+            if self._not_started:
+                self.flush()
             self._take_gradients(self._workers[0], self._parts[0].wait_for_answer())
             self._parts.clear()
 
     def wait(self) -> None:
         """Waits until all workers are done; raises the first error."""
-        self.flush()
+        if self._not_started:
+            self.flush()
         for part in self._parts:
             try:
                 if self._one_answer:

@@ -123,7 +123,8 @@ class EndedContexts:
 
     def know(self, creator: int) -> None:
         """Notes that a worker creates contexts of which messages come."""
-        self._of(creator)
+        if creator not in self._creators:
+            self._of(creator)
 
     def discard(self, worker: int) -> None:
         """Discards which contexts have ended for a worker that is lost."""

@@ -103,7 +103,8 @@ class Engine:
         if mode == "fast":
             sends = all_sends(self._agent, context)
         else:
-            sends = complete_closure(self._agent, context, graph.closure())
+            closure = graph.closure()
+            sends = complete_closure(self._agent, context, closure) if closure.omitted else closure.sends
         message_ids = by_worker(sends)
         part = Part(
             context,
@@ -115,14 +116,14 @@ class Engine:
         )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
         anomaly = AnomalyMode.current() if torch.is_anomaly_enabled() else None
+        requests = {}
+        for worker, of_worker in message_ids.items():
+            requests[worker] = PassRequest(context.id, pass_id, of_worker, retain_graph, timeout, anomaly)
         coordinator = PassCoordinator(
             self._agent,
             context,
             pass_id,
-            {
-                worker: PassRequest(context.id, pass_id, of_worker, retain_graph, timeout, anomaly)
-                for worker, of_worker in message_ids.items()
-            },
+            requests,
             one_answer=len(message_ids) == 1 and not part.enters_gates and not timeout,
         )
         self._coordinators[pass_id] = coordinator

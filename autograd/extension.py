@@ -249,7 +249,7 @@ class Autograd(Extension):
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a context has ended."""
         context_id, told, lost = payload
-        if type(context_id) is not int or not isinstance(told, Set) or type(lost) is not str:
+        if type(context_id) is not int or not isinstance(told, frozenset | set) or type(lost) is not str:
             raise ValueError("malformed message: it ends no context")
         self.contexts.release(context_id, sender=sender.wire_id, told=told, lost=lost)
 

@@ -147,7 +147,9 @@ class Part:
                 gradients.append(None)
                 waiting[message_id] = gate
             else:
-                outputs += [GradientEdge(*edge) for edge in gate.grad_fn.next_functions]  # type: ignore[union-attr]
+                edges: Any = gate.grad_fn.next_functions  # type: ignore[union-attr]
+                for edge in edges:
+                    outputs.append(GradientEdge(*edge))
                 gradients += arrived
         if waiting:
             _number_nodes(self.graph, waiting, self._context.message_count)

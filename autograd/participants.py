@@ -15,8 +15,6 @@ __all__ = ["all_sends", "by_worker", "complete_closure"]
 
 def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set[SendId]:
     """Returns all sends of a closure (SMART mode). Asks other workers for what was omitted from headers."""
-    if not closure.omitted:
-        return closure.sends
     sends, wanted, asked = set(closure.sends), set(closure.omitted), set[SendId]()
     while wanted:
         asked |= wanted
