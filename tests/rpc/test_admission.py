@@ -222,7 +222,7 @@ def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_pat
             envelope = agent_pb2.Envelope(id=1, type=MessageType.CALL)
             envelope.body.inline = b"cposix\nmkdir\n(V%s\ntR." % os.fsencode(tmp_path / "trace")
             following = agent_pb2.Frame(envelopes=[envelope], goodbye=True).SerializeToString()
-            await call.write(OPENING[EXCHANGE_METHOD] + following)  # in one frame: the stream may end after the first
+            await call.write(OPENING[EXCHANGE_METHOD] + following)  # one frame, after which the stream may end
             assert agent_pb2.Frame.FromString(await call.read()).welcome.duplicate
             assert await call.read() is aio.EOF
 
