@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import final, get_args
 
 import torch
@@ -18,7 +17,8 @@ __all__ = ["backward", "context", "get_gradients"]
 MODES = get_args(Mode)
 
 
-def context() -> AbstractContextManager[int]:
+@final
+class context:  # noqa: N801 - a context manager, used like a function
     """Context manager for a forward pass and its backward passes, on all workers that its calls reach.
 
         with autograd.context() as context_id:
@@ -30,16 +30,8 @@ def context() -> AbstractContextManager[int]:
     functions, and of tasks and callbacks that are made inside. At its end the context is released on all workers
     that it has reached.
 
-    Returns:
-        A context manager, which gives the id of the context. Entering it raises NotInitializedError if RPC is not
-        initialized.
+    It gives the id of the context. Entering it raises NotInitializedError if RPC is not initialized.
     """
-    return _OpenContext()
-
-
-@final
-class _OpenContext:
-    """Opens a context, and ends it."""
 
     __slots__ = ("_before", "_contexts", "_opened")
 

@@ -200,10 +200,10 @@ class Context:
         """How many messages got a gate so far; their ids are the numbers below."""
         return self._message_count
 
-    def gate(self, message_id: int) -> torch.Tensor:
-        """Returns the gate of a message. Raises AutogradError if there is none."""
+    def find_send(self, message_id: int) -> tuple[torch.Tensor, int]:
+        """Returns the gate of a message, and the id of its receiver. Raises AutogradError if there is none."""
         try:
-            return self._gates[message_id]
+            return self._gates[message_id], self._destinations[message_id]
         except KeyError:
             raise AutogradError(
                 f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
@@ -224,17 +224,9 @@ class Context:
         if self._destinations.get(message_id) != worker:
             raise AutogradError(f"worker {worker} has not received message {message_id} of context {self.id}")
 
-    def destinations(self, message_ids: Sequence[int]) -> dict[int, int]:
-        """Returns the receivers of messages with gates, by message id."""
-        found = {}
-        for number in message_ids:
-            if number in self._destinations:
-                found[number] = self._destinations[number]
-        return found
-
     def closure_of_sends(self, message_ids: Sequence[int]) -> Closure:
         """Returns all sends that get a gradient if these sends of this worker do."""
-        return Graph(self.gate(message_id).grad_fn for message_id in message_ids).closure()
+        return Graph([self.find_send(message_id)[0].grad_fn for message_id in message_ids]).closure()
 
     def close(self) -> set[int]:
         """Ends the context here: aborts the running pass, then releases the graph.

@@ -270,10 +270,9 @@ class Engine:
         """
         graph = part.graph
         replicated = self._replicas.modules_of(graph.leaves) if self._replicas.may_exist else ()
-        awaited = context.destinations(part.message_ids)
         partial_gradients = part.partial_gradients() if part.runs_one_by_one else None
         running = context.passes.begin(
-            pass_id, PassPart(awaited, len(graph.receives), timeout, sender, partial_gradients)
+            pass_id, PassPart(part.awaited, len(graph.receives), timeout, sender, partial_gradients)
         )
         before = Context.current()
         Context.set_current(context)  # of the hooks

@@ -74,6 +74,8 @@ class Part:
         self.message_ids = sorted(message_ids, reverse=True)  # the order in which torch's engine runs gates
         self._context = context
         self._roots = roots
+        self.awaited: dict[int, int] = {}
+        """The receivers of the sends, which send gradients, by message id."""
         self._gates: dict[int, torch.Tensor] = {}
         """Those of the sends that enter the engine."""
         self._leaf_sends: dict[int, list[Any]] = {}
@@ -83,7 +85,7 @@ class Part:
         has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         is_plain = not one_root_at_a_time and not profiler_enabled() and not has_devices
         for message_id in self.message_ids:
-            gate = context.gate(message_id)
+            gate, self.awaited[message_id] = context.find_send(message_id)
             leaves = _leaves_behind(gate) if is_plain and not with_leaves else None
             if leaves is None:
                 self._gates[message_id] = gate

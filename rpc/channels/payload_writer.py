@@ -1,4 +1,4 @@
-"""Sends the payloads of one message."""
+"""Sends the payloads of one message, each by the first channel that takes it."""
 
 from collections.abc import Sequence
 from typing import final
