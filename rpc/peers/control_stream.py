@@ -116,9 +116,10 @@ class ControlStream:
     @property
     def waits(self) -> bool:
         """Whether there is something to be sent now."""
+        if self._tellable > self._told:
+            return True
         on_their_way = self._next - self._first
-        unsent = on_their_way < WINDOW and len(self._unacknowledged) > on_their_way
-        return unsent or self._tellable > self._told
+        return bool(self._unacknowledged) and on_their_way < WINDOW and len(self._unacknowledged) > on_their_way
 
     def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:
         """Puts into an envelope what is to be sent now, if there is something.

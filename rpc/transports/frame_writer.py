@@ -119,12 +119,13 @@ class FrameWriter:
             try:
                 while queue:
                     frame = queue[0]
-                    if self._begun or self._descriptors or len(queue) > 1 or type(frame) is AttachedFrame:
+                    is_last = queue[-1] is frame
+                    if self._begun or self._descriptors or not is_last or type(frame) is AttachedFrame:
                         self._write_some()
                         continue
                     self._begun = 1
                     sent = connection.send(frame, socket.MSG_NOSIGNAL)
-                    if sent < len(frame):
+                    if frame[sent : sent + 1]:
                         self._left, self._is_partial = [memoryview(frame)[sent:]], True
                     else:
                         queue.popleft()
