@@ -120,10 +120,11 @@ class LeafGradients:
                 and sys.getrefcount(gradient) == UNSHARED
                 and _can_steal(gradient, node.variable)
             )
-            before, after = self._hooks.pop(node) if node in self._hooks else _hooks_of(node)
+            hooks = self._hooks.pop(node, None)
+            if hooks is None:  # or cleared, as the context has ended just now
+                hooks = _hooks_of(node)
             leaf = node.variable
-            if before or after or leaf._post_accumulate_grad_hooks:
-                hooks = list(before.values()), list(after.values())
+            if hooks[0] or hooks[1] or leaf._post_accumulate_grad_hooks:
                 self._accumulate_with_hooks(leaf, gradient, hooks, before_hook, can_steal=can_steal)
             elif gradient is not None:
                 self._add(leaf, gradient, can_steal=can_steal)
@@ -157,14 +158,14 @@ class LeafGradients:
         self,
         leaf: torch.Tensor,
         gradient: torch.Tensor | None,
-        hooks: tuple[Sequence[Any], Sequence[Any]],
+        hooks: "NodeHooks",
         before_hook: Callable[[], None],
         *,
         can_steal: bool,
     ) -> None:
         """Does what an accumulation node with hooks does, for the context instead of `.grad`."""
         before, after = hooks
-        for hook in before:
+        for hook in list(before.values()):
             before_hook()
             changed = hook((gradient,))
             if changed is not None:
@@ -172,7 +173,7 @@ class LeafGradients:
         if gradient is not None:
             self._add(leaf, gradient, can_steal=can_steal)
             self._run_post_accumulate_hooks(leaf, before_hook)
-        for hook in after:
+        for hook in list(after.values()):
             before_hook()
             hook((), (gradient,))
 

@@ -11,7 +11,7 @@ import grpc
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
 from ...errors import RpcError
-from ..channels.channels import Channels
+from ..channels.channels import Channels, PeerChannels
 from ..channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
 from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
@@ -108,9 +108,8 @@ class Network:
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
         chunks = ChunkParts(loop, self._handshake, self._open_channel, limits)
-        self.channels = Channels(
-            executor, self._options, BulkSockets(loop, sockets), chunks, self._seams.load_devices
-        )
+        bulk, load_devices = BulkSockets(loop, sockets), self._seams.load_devices
+        self.channels = Channels(executor, self._options, bulk, chunks, load_devices, self._used_channels)
         pulse = self._pulse = Pulse()
         parts = SocketParts(kinds, sockets, executor, pulse, self.channels.cache.allocate)
         liveness = self._options.liveness
@@ -173,6 +172,9 @@ class Network:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
         return self._endpoint.channel(member.info.name, member.address, use_local_subchannel_pool=1)
 
+    def _used_channels(self) -> list[PeerChannels]:
+        return [used for peer in self.peers.all() if (used := peer.used_channels) is not None]
+
     def _find_chunked(self, peer: int) -> ChunkedChannel:
         return self.peers.by_id[peer].channels.chunked
 
@@ -198,7 +200,7 @@ class Network:
 
     def channel_names(self) -> dict[str, str]:
         """Returns the name of the channel for large payloads to each member, by the member's name."""
-        return {peer.info.name: peer.channels.large for peer in self.peers.current()}
+        return {peer.info.name: peer.large_channel for peer in self.peers.current()}
 
     @property
     def is_loop_here(self) -> bool:

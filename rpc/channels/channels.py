@@ -1,8 +1,9 @@
 """The channels of an agent, and those between it and each of its peers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import final
 
+from ...c10d.host_identity import network_id
 from ...proto.v1 import agent_pb2
 from ..contracts.options import RpcBackendOptions
 from ..execution.executor import Executor
@@ -39,6 +40,7 @@ class Channels:
         sockets: BulkSockets,
         chunks: ChunkParts,
         load_devices: Callable[[], DeviceRuntime],
+        used: Callable[[], Collection["PeerChannels"]],
     ) -> None:
         """Made on the event loop.
 
@@ -48,6 +50,7 @@ class Channels:
             sockets: makes bulk connections.
             chunks: what opens streams of chunks.
             load_devices: returns what copies tensors from CUDA devices and to them.
+            used: returns the channels to other workers that there are.
         """
         loop, limits = chunks.loop, options.channels
         self.options = options
@@ -57,28 +60,24 @@ class Channels:
         self.bulk = BulkParts(loop, executor, sockets, limits, self.cache)
         self.devices = Devices(loop, executor, options, load_devices)
         self.broadcasts = Broadcasts(chunks.handshake.me, self.memory, options.broadcasts)
+        self.network = network_id()
+        """Which workers of this host have, too."""
         self._loop = loop
-        self._used: set[PeerChannels] = set()
+        self._used = used
         self._idle_check = loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
 
     def to(self, peer: ChannelPeer) -> "PeerChannels":
         """Makes the channels between this worker and another. Called on any thread."""
-        channels = PeerChannels(peer, self)
-        self._used.add(channels)
-        return channels
-
-    def remove(self, channels: "PeerChannels") -> None:
-        """Removes those to a worker that is lost."""
-        self._used.discard(channels)
+        return PeerChannels(peer, self)
 
     @property
     def groups(self) -> int:
         """The number of groups in which this worker broadcasts, or takes part."""
-        return self.broadcasts.groups + sum(len(each.broadcast.groups) for each in self._used.copy())
+        return self.broadcasts.groups + sum(len(each.broadcast.groups) for each in self._used())
 
     def device_figures(self) -> Mapping[str, object]:
         """Returns how tensors on devices travel to workers that some were sent to, and memory in use in bytes."""
-        described = ((each.info.name, each.cuda_ipc.describe()) for each in self._used.copy())
+        described = ((each.info.name, each.cuda_ipc.describe()) for each in self._used())
         return {
             "channels": {name: how for name, how in described if how},
             "ipc_bytes": self.devices.limit.used,
@@ -89,21 +88,21 @@ class Channels:
         self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
         self.cache.remove_idle()
         self.memory.remove_idle()
-        for each in self._used.copy():
+        for each in self._used():
             each.shared_memory.remove_idle()
             each.cuda_ipc.remove_idle()
 
     def stop(self) -> None:
         """Ends all broadcasts, and waits for their threads. Must not be called on the loop."""
         self.broadcasts.stop()
-        for each in self._used.copy():
+        for each in self._used():
             each.broadcast.stop()
 
     async def close(self) -> None:
         """Drops all payloads, and releases connections and threads. Called on the loop."""
         self._idle_check.cancel()
         self.devices.is_closed = True
-        for each in self._used.copy():
+        for each in self._used():
             each.drop(ConnectionError("this worker shuts down"))
         self.cache.close()
         await self.bulk.sockets.close()
@@ -112,7 +111,23 @@ class Channels:
 
 @final
 class PeerChannels:
-    """The channels between this worker and one peer."""
+    """The channels between this worker and one peer. Those of a lost peer carry nothing."""
+
+    __slots__ = (
+        "_by_name",
+        "_channels",
+        "_peer",
+        "announced",
+        "broadcast",
+        "bulk",
+        "chunked",
+        "cuda_ipc",
+        "info",
+        "local",
+        "options",
+        "shared_memory",
+        "staging",
+    )
 
     def __init__(self, peer: ChannelPeer, channels: Channels) -> None:
         """Carries nothing yet.
@@ -135,11 +150,11 @@ class PeerChannels:
         self.bulk = BulkChannel(peer, channels.bulk, self.chunked)
         loop = channels.chunks.loop
         self.broadcast = BroadcastChannel(peer, loop, self.options, channels.broadcasts, self.chunked)
-        self.local = LocalChannel()
+        self.local = LocalChannel() if peer.is_me else None
         """For a worker's large payloads to itself."""
         all_of_them = self.shared_memory, self.cuda_ipc, self.chunked, self.bulk, self.broadcast
         self._by_name: dict[str, Channel] = {channel.name: channel for channel in all_of_them}
-        if peer.is_me:
+        if self.local is not None:
             self._by_name[self.local.name] = self.local
 
     @property
@@ -150,7 +165,7 @@ class PeerChannels:
     @property
     def large(self) -> str:
         """The name of the channel that large payloads go by now."""
-        if self._peer.is_me:
+        if self.local is not None:
             return self.local.name
         if self.shared_memory.is_connected:
             return self.shared_memory.name
@@ -158,7 +173,7 @@ class PeerChannels:
 
     def send_large(self, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
         """Describes a payload that goes by no shared memory; returns also what starts to send it, if anything."""
-        return (self.local.send(data), None) if self._peer.is_me else self.bulk.send(data)
+        return self.bulk.send(data) if self.local is None else (self.local.send(data), None)
 
     def find(self, name: str) -> Channel | None:
         """Returns the channel of this name; None if the worker sends nothing by it."""
@@ -201,6 +216,4 @@ class PeerChannels:
         """Drops what is on its way; see `Channel.drop`. Called on the loop."""
         for channel in self._by_name.values():
             channel.drop(error)
-        self._channels.broadcasts.drop(self)
-        if isinstance(error, ConnectionError):
-            self._channels.remove(self)
+        self._channels.broadcasts.drop(self, is_lost=isinstance(error, ConnectionError))

@@ -39,9 +39,6 @@ class EnvelopePayloads:
             channels: of the sender.
             envelope: the envelope.
             attached: the bytes that followed it, if they are not in it.
-
-        Raises:
-            ValueError: a payload is refused. All of them are discarded.
         """
         self._channels = channels
         self._outside: list[tuple[agent_pb2.Payload, Channel]] = []
@@ -75,9 +72,8 @@ class EnvelopePayloads:
             nbytes = len(envelope.attached if attached is None else attached)
             problem = problem or find_misplaced(payloads, nbytes, channels.options.max_payload_bytes)
             self._read_here = AttachedReader(envelope, attached).read
-        if problem:
-            self._discard(self._outside)
-            raise ValueError(problem)
+        self._problem = problem
+        """Why all of them are refused; empty if they are not."""
 
     def collect(self) -> PayloadReader | Collecting:
         """Collects the payloads. Called on the event loop if `needs_loop`, else by the thread that reads.
@@ -88,6 +84,9 @@ class EnvelopePayloads:
         Raises:
             Exception: a payload is refused, or there is no memory for it. All of them are discarded.
         """
+        if self._problem:
+            self._discard(self._outside)
+            raise ValueError(self._problem)
         if not self._outside:
             return self._read_here
         begun, pending = 0, {}

@@ -44,11 +44,6 @@ class Member:
     directory: str = ""
 
     @property
-    def is_on_this_host(self) -> bool:
-        """Whether it is on this host, in this network namespace."""
-        return self.network == network_id()
-
-    @property
     def has_unix_socket(self) -> bool:
         """Whether it listens on a unix socket, and not on TCP."""
         return self.address.startswith(UNIX_SCHEME)

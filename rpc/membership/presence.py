@@ -3,7 +3,7 @@
 import socket
 from enum import Enum, auto
 
-from ...c10d.host_identity import is_local
+from ...c10d.host_identity import is_local, network_id
 from ...c10d.user_sockets import UNIX_SCHEME
 from ..contracts.member import Member
 from .addresses import ListenAddress
@@ -37,7 +37,7 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
         seconds: how long to wait for an answer.
     """
     directory = where.directory.identity if where.directory is not None else ""
-    is_here = member.is_on_this_host and member.directory == directory
+    is_here = member.network == network_id() and member.directory == directory
     if not is_here and (member.has_unix_socket or is_local(member.host)):
         return Presence.ALIVE  # as far as can be told: elsewhere its address means something else
     try:

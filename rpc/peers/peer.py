@@ -11,6 +11,7 @@ again in its place has another one. This worker is a peer of its own, which has 
 """
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,9 @@ from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.channels import Channels, PeerChannels
+from ..channels.chunked.channel import ChunkedChannel
 from ..channels.envelope_payloads import Collecting, EnvelopePayloads
+from ..channels.local import LocalChannel
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, read_inline
 from ..channels.shared_memory.peer import PeerSegments
@@ -203,9 +206,16 @@ class Peer:
         return self._made.get("channels")
 
     @property
+    def large_channel(self) -> str:
+        """The name of the channel that large payloads to it go by now."""
+        if (channels := self.used_channels) is not None:
+            return channels.large
+        return LocalChannel.name if self.is_me else ChunkedChannel.name
+
+    @property
     def is_on_this_host(self) -> bool:
         """Whether it is on this host, in this network namespace."""
-        return self.member.is_on_this_host
+        return self.member.network == self._parts.channels.network
 
     @property
     def has_socket(self) -> bool:
@@ -429,7 +439,10 @@ class Peer:
         self._refuse(end.reason)
         if (channels := self.used_channels) is not None:
             channels.drop(ConnectionError(end.reason))
-            del self._made["channels"], self.channels
+            # Little is kept of a lost worker. Who asks for its channels later gets others, which carry nothing.
+            self._made.pop("channels", None)
+            with contextlib.suppress(AttributeError):  # another thread is about to set it
+                del self.channels
         self.changes.lost(end)
 
     def take_unsent(self) -> Collection[bytes]:

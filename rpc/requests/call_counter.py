@@ -38,7 +38,8 @@ class CallCounter:
     @property
     def in_flight(self) -> int:
         """The number of calls in flight."""
-        return len(self.requests) + len(self.serving) + self._deferred
+        # In this order: what is served makes requests, and may be answered later, before it ends.
+        return len(self.serving) + self._deferred + len(self.requests)
 
     def begin_request(self, identifier: int) -> None:
         """Counts a call that is sent, or pauses, by its id."""
@@ -51,12 +52,12 @@ class CallCounter:
         if self.waiters:
             self.notify()
 
-    def defer(self) -> None:
-        """Counts a call that is to be answered later."""
+    def begin_answer(self) -> None:
+        """Counts a call that is yet to be answered, with no thread that serves it."""
         with self._lock:
             self._deferred += 1
 
-    def end_deferred(self) -> None:
+    def end_answer(self) -> None:
         """Counts the end of such a call."""
         with self._lock:
             self._deferred -= 1

@@ -124,14 +124,16 @@ class Server(WorkerWatcher):
                 self._nesting.depth = 0
         elif envelope.id and (envelope.needed_values or envelope.references) and self._park(call):
             pass
-        elif envelope.id and (reason := self.calls.begin(call)) is not None:
-            self._drop(call, handler, reason)
         else:
             nesting, counter = self._nesting, self._counter
+            # First: a cancellation finds it among those that wait, or here.
             counter.serving[call.key] = call
-            counter.last_served = call.key
-            nesting.depth, nesting.deadline = envelope.depth + 1, call.deadline
             try:
+                if envelope.id and (reason := self.calls.begin(call)) is not None:
+                    self._drop(call, handler, reason)
+                    return
+                counter.last_served = call.key
+                nesting.depth, nesting.deadline = envelope.depth + 1, call.deadline
                 self._run(call, handler)
             finally:
                 nesting.depth, nesting.deadline = 0, 0.0
@@ -242,7 +244,7 @@ class Server(WorkerWatcher):
                 future = cast(Deferred, result).future
                 if not future.done():
                     if handler.user_values:
-                        self._counter.defer()
+                        self._counter.begin_answer()
                     is_awaited = self.calls.defer(call, message)
                     future.add_done_callback(partial(self._answer_later, call.key))
                     if not is_awaited:
@@ -295,7 +297,7 @@ class Server(WorkerWatcher):
     def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
         if (call := self.calls.take_deferred(key)) is not None:
-            self.answering.defer()
+            self.answering.begin_answer()
             self._executor.submit(self._answer_deferred, call, future)
 
     def _answer_deferred(self, call: ServedCall, future: "concurrent.futures.Future[Any]") -> None:
@@ -311,9 +313,9 @@ class Server(WorkerWatcher):
         except BaseException as error:
             self._answer_error(call.source, request.envelope, error)
         finally:
-            self.answering.end_deferred()
+            self.answering.end_answer()
             if handler.user_values:
-                self._counter.end_deferred()
+                self._counter.end_answer()
 
     def cancel(self, source: Peer, envelope: agent_pb2.Envelope) -> None:
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
@@ -350,7 +352,7 @@ class Server(WorkerWatcher):
                 continue
             self._answer_error(call.source, call.envelope, RpcCancelledError(self._me.name))
             if call.handler is not None and call.handler.user_values:
-                self._counter.end_deferred()
+                self._counter.end_answer()
 
     def _answer_error(
         self, source: Peer, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True

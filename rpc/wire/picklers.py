@@ -12,16 +12,9 @@ from typing import Any, Protocol
 
 from ..contracts.pickler import BY_VALUE
 
-__all__ = ["PICKLE_PROTOCOL", "Pickler", "Writable", "dumps", "fallback_reducers", "make_pickler", "resetter"]
+__all__ = ["PICKLE_PROTOCOL", "Pickler", "dumps", "fallback_reducers", "make_pickler", "resetter"]
 
 PICKLE_PROTOCOL = 5
-
-
-class Writable(Protocol):
-    """What picklers use of a file."""
-
-    def write(self, data: bytes, /) -> object:
-        """Writes a pickle, or a piece of a large one."""
 
 
 class Pickler(Protocol):
@@ -37,7 +30,7 @@ class Pickler(Protocol):
         """Forgets which objects are in the pickle."""
 
 
-def make_pickler(name: str, stream: Writable, reducers: Mapping[type, Callable[[Any], Any]]) -> Pickler:
+def make_pickler(name: str, stream: io.BytesIO, reducers: Mapping[type, Callable[[Any], Any]]) -> Pickler:
     """Returns a new pickler that writes to a stream, with these reducers by class."""
     if name == BY_VALUE:
         return _by_value(stream, reducers)
@@ -46,7 +39,7 @@ def make_pickler(name: str, stream: Writable, reducers: Mapping[type, Callable[[
     return pickler
 
 
-def _by_value(stream: Writable, reducers: Mapping[type, Callable[[Any], Any]]) -> Pickler:
+def _by_value(stream: io.BytesIO, reducers: Mapping[type, Callable[[Any], Any]]) -> Pickler:
     import cloudpickle
 
     # Its class has an attribute `dispatch_table`, which the constructor of C reads, and nothing reads afterwards.

@@ -4,6 +4,7 @@ Both travel beside the pickle, by index: tensors so that their bytes are copied 
 so that the receiver can count them even if it cannot unpickle the value. `value_readers` is the other direction.
 """
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -199,8 +200,8 @@ class _Extractor:
         "_references",
         "_reset_pickler",
         "_small_bytes_left",
+        "_stream",
         "_tensors",
-        "_written",
         "is_reset",
         "parameter_ids",
     )
@@ -225,7 +226,7 @@ class _Extractor:
         """Bytes of small tensors that may still be put into the pickle."""
         self._addresses: set[int] = set()
         """Of the memory of those that have been."""
-        self._written = _Pieces()
+        self._stream = io.BytesIO()
         table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
         table.fallbacks = fallback_reducers(pickler)
@@ -234,7 +235,7 @@ class _Extractor:
         table[nn.Parameter] = self._reduce_parameter
         for reference_type in reference_types:
             table[reference_type] = self._reduce_reference
-        self._pickler = make_pickler(pickler, self._written, table)
+        self._pickler = make_pickler(pickler, self._stream, table)
         self._reset_pickler = resetter(self._pickler)
 
     def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
@@ -254,10 +255,7 @@ class _Extractor:
         references = self._references = []
         self.is_reset = False
         self._pickler.dump(value)
-        body = self._written.pop()
-        if self._written:
-            body = b"".join([*self._written, body])
-            self._written.clear()
+        body = self._stream.getvalue()
         if tensors:
             check_all_sendable(tensors, device_map)
             if self._addresses and not self._addresses.isdisjoint(storage_addresses(tensors)):
@@ -266,6 +264,8 @@ class _Extractor:
             self.is_reset = True  # as `reset` does
             self._tensors, self._references = [], []
             self._reset_pickler()
+            self._stream.seek(0)
+            self._stream.truncate()
         return Packed((body, tensors, references, _NO_LEAVES))
 
     def reset(self) -> None:
@@ -273,7 +273,8 @@ class _Extractor:
         self.is_reset = True
         self._tensors, self._references = [], []
         self._reset_pickler()
-        self._written.clear()
+        self._stream.seek(0)
+        self._stream.truncate()
         if self.parameter_ids:
             self.parameter_ids.clear()
         if self._owned_ids:
@@ -319,14 +320,6 @@ class _Extractor:
         references = self._references
         references.append(reference)
         return reference_placeholder, (len(references) - 1,)
-
-
-class _Pieces(list[bytes]):
-    """What a pickler writes: one piece, or several of a large value. Costs less than a stream."""
-
-    __slots__ = ()
-
-    write = list.append
 
 
 class _SharedMemoryError(Exception):

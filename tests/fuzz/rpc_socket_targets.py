@@ -306,7 +306,7 @@ async def _transfer(messages: list[bytes]) -> None:
 
     handshake: Any = SimpleNamespace(receive=receive, audit=AUDIT)
     broken: deque[str] = deque()
-    peer: Any = SimpleNamespace(info=PEER, abort=broken.append, break_off=broken.append)
+    peer: Any = SimpleNamespace(info=PEER, end=None, abort=broken.append, break_off=broken.append)
     channel = ChunkedChannel(peer, ChunkParts(_loop, handshake, str, ChannelOptions()))
     context = SimpleNamespace(abort=abort)
     task = asyncio.ensure_future(serve_chunks(handshake, lambda _id: channel, requests(), context))

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from gradwire.c10d.event_loop import EventLoop, acquire_event_loop
 from gradwire.errors import WorkerLostError
 from gradwire.proto.v1 import agent_pb2
@@ -269,6 +270,25 @@ def test_a_stream_of_a_worker_that_was_connected_is_refused(agents, loop):
     )
     with pytest.raises(WorkerLostError, match="it has shut down"):
         a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
+
+
+@pytest.mark.parametrize("has_used_channels", [True, False])
+def test_a_stream_for_payloads_of_a_worker_that_is_lost_is_refused(agents, loop, has_used_channels):
+    a, b = agents(2, transports=("grpc",))
+    check_calls(a, b)
+    if has_used_channels:
+        call = b.request(a.info, Request(MessageType.CALL, (torch.numel, (torch.ones(1 << 20),), {})))
+        assert call.wait() == 1 << 20
+    b.shutdown(graceful=False, timeout=0)
+    wait_until(lambda: a.end_of(1) is not None)
+
+    async def open_again() -> grpc.StatusCode:
+        async with Stranger(a) as stranger:
+            call = await stranger.open(TRANSFER_METHOD)
+            await call.write(OPENING[TRANSFER_METHOD])
+            return await status_of(call)
+
+    assert loop.run(open_again(), 30) is grpc.StatusCode.ALREADY_EXISTS
 
 
 def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop):

@@ -230,9 +230,11 @@ class Broadcasts:
 
     # The end.
 
-    def drop(self, receiver: BroadcastPeer) -> None:
+    def drop(self, receiver: BroadcastPeer, *, is_lost: bool) -> None:
         """Ends the groups that a worker belongs to, which is lost, or whose connection broke."""
         with self._lock:
+            if is_lost:
+                self._unformable = {each for each in self._unformable if receiver not in each}
             affected = [group for receivers, group in self._groups.items() if receiver in receivers]
             for group in affected:
                 del self._groups[group.receivers]

@@ -291,7 +291,7 @@ class Broadcast:
 
     def not_sent(self, peer: BroadcastPeer) -> None:
         """Aborts the group, because the message to `peer` was not sent: it may not know of all broadcasts."""
-        if self._group is not None and peer in self._receivers:
+        if self._group is not None and any(each.info == peer.info for each in self._receivers):
             self._group.abort(forms_again=True)
 
     def release(self) -> None:

@@ -111,7 +111,7 @@ class ChunkedChannel:
     def begin_to_serve(self) -> bool:
         """Returns whether a stream that the peer opens is served: one, and none of a lost peer."""
         is_served, self.is_served = self.is_served, True
-        return not is_served
+        return not is_served and self._peer.end is None
 
     def receiver(self) -> ChunkReceiver:
         """Returns what receives the chunks of the peer."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
@@ -16,7 +16,7 @@ from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
-__all__ = ["PeerSegments", "SegmentPlace", "describe", "segment_place"]
+__all__ = ["PeerSegments", "describe"]
 
 FLUSH_AFTER_S = 0.02
 """Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
@@ -25,19 +25,6 @@ FLUSH_AFTER_S = 0.02
 def describe(number: int, nbytes: int, *, sent_back: bool = False) -> agent_pb2.Payload:
     """Returns the description of a payload of `nbytes` in a segment, maybe one that goes back to its maker."""
     return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, sent_back=sent_back))
-
-
-class SegmentPlace(NamedTuple):
-    """The segment of a payload."""
-
-    number: int
-    is_sent_back: bool
-    """Whether it is one of the receiver's own."""
-
-
-def segment_place(payload: agent_pb2.Payload) -> SegmentPlace:
-    """Returns the segment of a payload."""
-    return SegmentPlace(payload.segment.number, payload.segment.sent_back)
 
 
 @final
