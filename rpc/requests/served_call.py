@@ -18,7 +18,7 @@ when a thread comes to them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import final
 
@@ -58,11 +58,9 @@ class ServedCall:
         "key",
         "message",
         "nbytes",
-        "number",
         "payloads",
         "source",
         "state",
-        "wake",
     )
 
     def __init__(self, source: Peer, envelope: agent_pb2.Envelope, handler: Handler | None) -> None:
@@ -89,10 +87,6 @@ class ServedCall:
         """Of envelope and payloads."""
         self.awaited: Sequence[Awaited] = ()
         """What it waits for, or has waited for: kept alive until it runs."""
-        self.wake: Callable[[], None] | None = None
-        """Ends its wait while it is parked."""
-        self.number = 0
-        """What the clock calls it then: a request may be parked several times."""
         self.message: Incoming | None = None
         """Itself, decoded, in DEFERRED."""
 

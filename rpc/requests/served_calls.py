@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import final
@@ -54,6 +55,25 @@ def may_begin(source: Peer) -> bool:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """One wait of a request. The next one may begin, on another thread, while this one is being registered.
+
+    call: the request.
+    awaited: what it waits for.
+    resume: has it served again.
+    wake: ends the wait.
+    number: what the clock calls it.
+    """
+
+    call: ServedCall
+    awaited: Sequence[Awaited]
+    resume: Resume
+    wake: Callable[[], None]
+    number: int
+
+
+@final
 class ServedCalls:
     """Decides what becomes of each request: it begins, or it does not; it is answered, or it is given up.
 
@@ -72,7 +92,7 @@ class ServedCalls:
         """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
-        self._parked: dict[CallKey, tuple[ServedCall, Resume]] = {}
+        self._parked: dict[CallKey, _Wait] = {}
         self._numbers: dict[int, CallKey] = {}
         """The parked requests that have timeouts."""
         self._next_number = itertools.count()
@@ -169,17 +189,17 @@ class ServedCalls:
         key = call.key
         self._count(call.source, call.nbytes)
         call.awaited, call.state = awaited, ServedState.PARKED
-        call.wake, call.number = partial(self._wake, key), next(self._next_number)
-        mine = self._parked[key] = call, resume
+        wait = _Wait(call, awaited, resume, partial(self._wake, key), next(self._next_number))
+        self._parked[key] = wait
         for each in awaited:
-            each.add_waiter(call.wake)
+            each.add_waiter(wait.wake)
         # It may have been cancelled, and what it waits for may be over, before it was there to be found.
         if key not in self.waiting or any(each.is_over for each in awaited):
             self._wake(key)
         elif call.deadline:
-            self._expire_later(call.number, key, call.deadline)
-        if self._parked.get(key) is not mine:  # woken meanwhile
-            self._remove(call)
+            self._expire_later(wait.number, key, call.deadline)
+        if self._parked.get(key) is not wait:  # woken meanwhile
+            self._remove(wait)
 
     def figures(self, source: Peer) -> Mapping[str, int]:
         """Returns the number of requests of a worker that are parked."""
@@ -196,22 +216,21 @@ class ServedCalls:
 
     def _wake(self, key: CallKey) -> None:
         """Has a request resumed if it is parked. Called on any thread."""
-        parked = self._parked.pop(key, None)
-        if parked is None:
+        wait = self._parked.pop(key, None)
+        if wait is None:
             return
-        call, resume = parked
-        self._remove(call)
+        self._remove(wait)
+        call = wait.call
         with self._lock:
             call.source.parked_requests -= 1
             call.source.parked_bytes -= max(call.nbytes, CALL_BYTES)
         call.state = ServedState.ARRIVED
-        resume(call)
+        wait.resume(call)
 
-    def _remove(self, call: ServedCall) -> None:
-        self._numbers.pop(call.number, None)
-        if call.wake is not None:
-            for each in call.awaited:
-                each.remove_waiter(call.wake)
+    def _remove(self, wait: _Wait) -> None:
+        self._numbers.pop(wait.number, None)
+        for each in wait.awaited:
+            each.remove_waiter(wait.wake)
 
     def _count(self, source: Peer, nbytes: int) -> None:
         nbytes = max(nbytes, CALL_BYTES)

@@ -40,12 +40,18 @@ CANCELLED = "cancelled"
 class Promise:
     """A value that a request waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, meanwhile: Callable[[], None] | None) -> None:
+        """Args: meanwhile: what other threads do after a wake-up, while the first wait for it is registered."""
         self.is_over = False
         self.wakers: list[Callable[[], None]] = []
+        self.meanwhile = meanwhile
 
     def add_waiter(self, wake: Callable[[], None]) -> None:
         self.wakers.append(wake)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            wake()
+            meanwhile()
 
     def remove_waiter(self, wake: Callable[[], None]) -> None:
         with suppress(ValueError):
@@ -171,13 +177,19 @@ class Requests(RuleBasedStateMachine):
         """Those whose payloads have not come."""
         self.must_not_run: set[int] = set()
 
-    @rule(kind=st.sampled_from([VALUE, FAILURE, FUTURE, CANCELLED]), needs=st.booleans(), timeout=st.booleans())
-    def arrive(self, kind: str, needs: bool, timeout: bool) -> None:
+    @rule(
+        kind=st.sampled_from([VALUE, FAILURE, FUTURE, CANCELLED]),
+        needs=st.booleans(),
+        timeout=st.booleans(),
+        is_woken_early=st.booleans(),
+    )
+    def arrive(self, kind: str, needs: bool, timeout: bool, is_woken_early: bool) -> None:
         identifier = len(self.arrived) + 1
         envelope = agent_pb2.Envelope(id=identifier, type=CALL, timeout_ms=3_600_000 if timeout else 0)
         if needs:
             envelope.needed_values.add()
-        self.functions.kinds[identifier], self.functions.promises[identifier] = kind, Promise()
+        self.functions.kinds[identifier] = kind
+        self.functions.promises[identifier] = Promise(partial(self.threads.run, 10) if is_woken_early else None)
         self.arrived[identifier] = self.server.arrive(self.peer, envelope)
         self.announced.append(identifier)
 
@@ -240,6 +252,7 @@ class Requests(RuleBasedStateMachine):
             call.payloads = read_inline
             self.received.add(self.peer.received, 0)
             self.threads.submit(self.server.serve, call)
+        self.threads.run(1000)  # those that need values now wait for them
         for promise in self.functions.promises.values():
             promise.keep()
         self.threads.run(1000)
