@@ -10,7 +10,7 @@ TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinit
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PYTHONS := python3.11 python3.12 python3.13
-TYPED  := c10d rpc rref autograd optim nn compat cli view tracing
+TYPED  := net c10d rpc rref autograd optim nn compat cli view tracing launch
 LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
 """RPC and distributed autograd for PyTorch, by gRPC, sockets and shared memory."""
 
 # Before anything else imports grpc.
-from . import grpc_setup as grpc_setup  # isort: split
+from .net import grpc_setup as grpc_setup  # isort: split
 
 from .logs import set_levels_from_environment  # isort: split
 

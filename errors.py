@@ -44,27 +44,12 @@ same place: DistStoreError, DistNetworkError, QueueEmptyError or DistBackendErro
 A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Any, TypeVar
 
-from .error_base import GradwireError, rebuild_exception
-from .group_errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CredentialsError,
-    DeviceMapError,
-    GroupAbortedError,
-    ProcessGroupError,
-    QueueEmptyError,
-    RankLostError,
-    RendezvousError,
-    RendezvousNetworkError,
-    StoreError,
-    StoreNetworkError,
-    StoreTimeoutError,
-    UnsupportedOperationError,
-)
-from .outcomes import Outcome
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 __all__ = [
     "AnswerFailedError",
@@ -108,27 +93,162 @@ __all__ = [
     "set_outcome",
 ]
 
+E = TypeVar("E", bound=BaseException)
 
-for _moved in (
-    GradwireError,
-    Outcome,
-    rebuild_exception,
-    CredentialsError,
-    DeviceMapError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    GroupAbortedError,
-    ProcessGroupError,
-    QueueEmptyError,
-    RankLostError,
-    RendezvousError,
-    RendezvousNetworkError,
-    StoreError,
-    StoreNetworkError,
-    StoreTimeoutError,
-    UnsupportedOperationError,
-):
-    _moved.__module__ = __name__  # the name in tracebacks and pickles, whatever file it is defined in
+
+class GradwireError(RuntimeError):
+    """The root of the tree.
+
+    Pickling keeps `args` and the attributes and bypasses the constructor, so that every error can be sent to other
+    workers whatever its constructor takes.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., "GradwireError"], tuple[Any, ...]]:
+        return rebuild_exception, (type(self), self.args, self.__dict__)
+
+
+def rebuild_exception(cls: type[E], args: tuple[Any, ...], attributes: dict[str, Any]) -> E:
+    """Returns an exception with these `args` and attributes, without calling its `__init__`.
+
+    An `__init__` may take other arguments than those it leaves in `args`, such as the parts of a message.
+    """
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+# Of credentials, stores, rendezvous and process groups.
+
+
+class CredentialsError(GradwireError, ValueError):
+    """A token, a certificate or a private key is missing or not valid. The text contains no secrets."""
+
+
+class StoreError(GradwireError, DistStoreError):
+    """A store rejected an operation."""
+
+
+class StoreNetworkError(StoreError, DistNetworkError):
+    """A store's server cannot be reached, or cannot listen on its address."""
+
+
+class StoreTimeoutError(StoreError):
+    """Keys were not set within the timeout.
+
+    Attributes:
+        missing: the keys.
+        seconds: the timeout.
+    """
+
+    def __init__(self, missing: Sequence[str], seconds: float, activity: str = "waiting for") -> None:
+        shown = ", ".join(repr(key) for key in missing[:8]) + (", …" if len(missing) > 8 else "")
+        super().__init__(f"Wait timeout: timed out after {seconds:g} s {activity} {shown}")
+        self.missing = list(missing)
+        self.seconds = seconds
+
+
+class QueueEmptyError(StoreError, TorchQueueEmptyError):
+    """A non-blocking pop from a queue of a store found it empty."""
+
+
+class RendezvousError(GradwireError, DistStoreError):
+    """Workers cannot form a group: bad URL, missing variable, conflicting ranks."""
+
+
+class RendezvousNetworkError(RendezvousError, DistNetworkError):
+    """The rendezvous address cannot be reached, or another program listens on it."""
+
+
+class DeviceMapError(RendezvousError, ValueError):
+    """A device map names a worker that is not in the group, or a device that does not exist."""
+
+
+class ProcessGroupError(GradwireError, DistBackendError):
+    """An operation of a process group failed."""
+
+
+class UnsupportedOperationError(ProcessGroupError):
+    """An engine does not support an operation, or not on these tensors.
+
+    Attributes:
+        engine: its name.
+        operation: what was asked of it, with the tensors' dtype or layout where these are the reason.
+    """
+
+    def __init__(self, engine: str, operation: str, instead: str) -> None:
+        super().__init__(f"engine {engine!r} cannot {operation}: {instead}")
+        self.engine = engine
+        self.operation = operation
+
+
+class CollectiveTimeoutError(ProcessGroupError):
+    """The other ranks did not join an operation within its timeout. The group cannot be used afterwards."""
+
+    def __init__(self, operation: str, seconds: float, waiting_for: str = "the other ranks") -> None:
+        super().__init__(
+            f"{operation} timed out after {seconds:g} s, waiting for {waiting_for} (the timeout of the call, "
+            "or else of the group)"
+        )
+        self.operation = operation
+        self.seconds = seconds
+
+
+class CollectiveMismatchError(ProcessGroupError):
+    """Ranks called different operations, or passed tensors that do not match.
+
+    Attributes:
+        ranks: the ranks, in the default group, whose call differs from the others'.
+    """
+
+    def __init__(self, ranks: Sequence[int], text: str) -> None:
+        super().__init__(text)
+        self.ranks = list(ranks)
+
+
+class RankLostError(ProcessGroupError):
+    """A rank died or left while others waited for it. The group cannot be used afterwards.
+
+    Attributes:
+        rank: its rank in the default group.
+        reason: how the loss was noticed.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason} (Connection closed by peer)")
+        self.rank = rank
+        self.reason = reason
+
+
+class GroupAbortedError(ProcessGroupError):
+    """This rank aborted the group or shut it down."""
+
+
+# Of calls.
+
+
+class Outcome(Enum):
+    """What became of a call that has failed: whether its function has run."""
+
+    NOT_SENT = auto()
+    """It has not run and will not: nothing of it has left this process, or the other worker says that it never
+    began. Calling again is safe."""
+    UNKNOWN = auto()
+    """It may have run, may be running, or may still run."""
+    RAN = auto()
+    """It has begun to run. What it did before the failure is done."""
+
+    @property
+    def text(self) -> str:
+        """The same in words, for the texts of errors."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Outcome.NOT_SENT: "not sent: it has not run",
+    Outcome.UNKNOWN: "outcome unknown: it may have run",
+    Outcome.RAN: "it has run",
+}
 
 
 class RpcError(GradwireError):

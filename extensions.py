@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .autograd.extension import Autograd
 from .nn.remote_module import ModuleReducers
-from .rpc.call_handler import Calls
+from .rpc.calls.handler import Calls
 from .rpc.contracts.extension import Extension
 from .rpc.profiling.extension import Profiling
 from .rpc.streaming.streams import Streams

@@ -12,28 +12,28 @@ from typing import Any
 
 import torch.distributed
 
-from .backends import register_backends
-from .debug.dump import dump_flight_recorder, dump_flight_recorder_on_signal
-from .debug.monitored_barrier import monitored_barrier
-from .group_options import GroupOptions
-from .groups import init_process_group, new_group, split_group
-from .multigpu import (
+from ..net.security import Credentials
+from .groups.api import init_process_group, new_group, split_group
+from .groups.backends import register_backends
+from .groups.dump import dump_flight_recorder, dump_flight_recorder_on_signal
+from .groups.monitored_barrier import monitored_barrier
+from .groups.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,
     broadcast_multigpu,
     reduce_multigpu,
     reduce_scatter_multigpu,
 )
-from .reconfigure import (
+from .groups.options import GroupOptions
+from .groups.reconfigure import (
     ReconfigureOptions,
     get_reconfigure_handle,
     reconfigure,
     rendezvous_reconfigure,
     supports_reconfigure,
 )
-from .registry import register_engine
-from .rendezvous import Rendezvous, rendezvous
-from .security import Credentials
+from .groups.registry import register_engine
+from .rendezvous.api import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, StoreLimits, TCPStore
 
 __all__ = [

@@ -60,7 +60,7 @@ def _token() -> None:
 def _ca(folder: Path, days: float) -> None:
     """Makes a CA: DIR/ca.pem, which all workers get, and DIR/ca-key.pem, which none gets."""
     with _refusals():
-        from ..certs import make_authority
+        from .authority import make_authority
 
         key, certificate = make_authority(folder, days)
     click.echo(f"{certificate}: for all workers\n{key}: signs certificates; keep it away from the workers")
@@ -80,7 +80,7 @@ def _ca(folder: Path, days: float) -> None:
 def _worker(*, name: str, authority: Path, out: Path | None, days: float, replace: bool) -> None:
     """Makes the certificate of the worker NAME, and prints the variables to set for it."""
     with _refusals():
-        from ..certs import make_worker
+        from .authority import make_worker
 
         key, certificate = make_worker(name, authority, out or authority, days, replace=replace)
     click.echo(f"GRADWIRE_CA={authority / 'ca.pem'}\nGRADWIRE_CERTIFICATE={certificate}\nGRADWIRE_KEY={key}")
@@ -96,7 +96,7 @@ def _worker(*, name: str, authority: Path, out: Path | None, days: float, replac
 def _names(name: str) -> None:
     """Prints the DNS names that the certificate of the worker NAME has."""
     with _refusals():
-        from ..c10d.security.names import host_names
+        from ..net.security.names import host_names
         from ..rpc.contracts.worker import check_worker_name
 
         click.echo("\n".join(host_names(check_worker_name(name))))

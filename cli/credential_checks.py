@@ -41,8 +41,8 @@ RENEW = "make another with `gradwire certs`; workers that run use it for new con
 
 def check_credentials() -> Iterator[Finding]:
     """Yields which credentials there are, and whether they can be used."""
-    from ..c10d.security import Credentials
     from ..errors import CredentialsError
+    from ..net.security import Credentials
 
     yield from _unknown_variables()
     try:

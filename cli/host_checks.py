@@ -22,11 +22,11 @@ FEW_FILES = 1024
 
 def check_network() -> Iterator[Finding]:
     """Yields the interfaces, the address that other hosts are told, and whether names can be resolved."""
-    from ..c10d.host_identity import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local
     from ..errors import ProcessGroupError
+    from ..net.interfaces import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local
 
-    interfaces = ", ".join(f"{name} {address}" for name, address in interface_addresses().items())
-    yield ok("interfaces", interfaces or "none has an IPv4 address")
+    interfaces = ", ".join(f"{name} {' '.join(found)}" for name, found in interface_addresses().items())
+    yield ok("interfaces", interfaces or "none has an address")
     choose = f"to choose another interface, set {INTERFACE_VARIABLE}"
     try:
         address = address_for_others()
@@ -53,8 +53,8 @@ def check_network() -> Iterator[Finding]:
 
 def check_ports() -> Iterator[Finding]:
     """Yields whether this process can listen on TCP ports."""
-    from ..c10d.host_identity import LOOPBACK, address_for_others
     from ..errors import ProcessGroupError
+    from ..net.interfaces import LOOPBACK, address_for_others
 
     addresses = [LOOPBACK]
     with suppress(ProcessGroupError):
@@ -76,7 +76,7 @@ def check_ports() -> Iterator[Finding]:
 
 def check_sockets() -> Iterator[Finding]:
     """Yields the directory for the unix sockets of this host's workers."""
-    from ..c10d.user_sockets import SocketDirectory, UnsafePathError
+    from ..net.user_sockets import SocketDirectory, UnsafePathError
 
     try:
         directory = SocketDirectory.of_this_user()

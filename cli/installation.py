@@ -22,7 +22,7 @@ __all__ = [
 ROOT = Path(__file__).parent.parent
 """The folder of the package, which is also that of a checkout."""
 
-REQUIRED_PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "cryptography", "click")
+REQUIRED_PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "cryptography", "click", "psutil")
 OPTIONAL_PACKAGES = ("mpi4py", "cupy", "cloudpickle")
 """Import names; on PyPI, cupy is published under one name per CUDA version."""
 
@@ -35,8 +35,8 @@ ALWAYS_THERE = ("gloo", "shm")
 
 def engines() -> dict[str, str | None]:
     """Returns for each engine why it is not available, shortened; None if it is."""
-    from ..c10d.availability import why_unavailable
-    from ..c10d.backends import BUILTIN_ENGINES
+    from ..c10d.engines.availability import why_unavailable
+    from ..c10d.groups.backends import BUILTIN_ENGINES
 
     reasons = {engine: why_unavailable(engine) for engine in sorted(BUILTIN_ENGINES)}
     return {engine: reason and shorten(reason, 200, placeholder=" …") for engine, reason in reasons.items()}

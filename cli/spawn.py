@@ -122,8 +122,8 @@ class _Launch:
         from torch.multiprocessing.spawn import ProcessExitedException
 
         from ..errors import CredentialsError, StoreError
-        from ..spawn_hosting import hosted_spawn_store, worker_environment
-        from ..supervisor import Backoff, supervise
+        from ..launch.hosting import hosted_spawn_store, worker_environment
+        from ..launch.supervisor import Backoff, supervise
 
         with ExitStack() as stack:
             if self._has_prefix:

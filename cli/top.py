@@ -26,8 +26,8 @@ def command(url: str, interval: float, *, once: bool) -> None:
     is found where the worker runs on this host as your user, or where the credentials of the job have a token.
     Otherwise, GRADWIRE_VIEW_KEY has to be the key.
     """
-    from ..c10d.security import Credentials
     from ..errors import GradwireError
+    from ..net.security import Credentials
     from ..rpc.contracts.view import INSTALL_VIEW
     from ..view.client import PageClient
 

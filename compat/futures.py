@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..rpc.wait_all import wait_for_futures
+from ..rpc.calls.wait_all import wait_for_futures
 
 __all__ = ["wait_all"]
 

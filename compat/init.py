@@ -16,11 +16,11 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from .. import rpc
-from ..c10d.addresses import allows_insecure
-from ..c10d.registration import GroupKind, Registration
-from ..c10d.start_barrier import StartBarrier
+from ..c10d.rendezvous.registration import GroupKind, Registration
+from ..c10d.rendezvous.start_barrier import StartBarrier
 from ..c10d.stores.sealed import seal
 from ..c10d.torch_types import TorchStore, TorchTCPStore
+from ..net.addresses import allows_insecure
 from ..rpc.backend_registry import BackendType
 from ..torch_internals import TorchPrefixStore, create_store_from_options, tcp_store_patched
 

@@ -29,7 +29,7 @@ PUBLIC_MODULES = [
     "gradwire.nn.functional",
     "gradwire.c10d",
     "gradwire.c10d.engines",
-    "gradwire.c10d.reductions",
+    "gradwire.c10d.engines.reductions",
     "gradwire.launch",
     "gradwire.logs",
     "gradwire.errors",

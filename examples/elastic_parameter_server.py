@@ -33,8 +33,8 @@ from typing import Any, ClassVar
 
 import torch
 from gradwire import c10d, launch, rpc
+from gradwire.c10d.stores.serving import serve as serve_store
 from gradwire.errors import UnknownWorkerError, WorkerLostError
-from gradwire.store import serve as serve_store
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters

@@ -8,13 +8,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from ..rpc.calls.wait_all import note_future
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import check_call, check_received
 from ..rpc.contracts.devices import Device
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
 from ..rpc.execution.futures import Future
-from ..rpc.wait_all import note_future
 from ..rref.api import call_needing, remote
 from ..rref.rref import RRef
 from ..torch_internals import RecursiveScriptModule, tree_map_only

@@ -1,7 +1,9 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
 from ..errors import Outcome
-from . import aio, backend_registry, fault_injection, functions, grpc_backend
+from . import aio, fault_injection, functions
+from . import backend_registry as backend_registry
+from . import grpc_backend as grpc_backend
 from .api import (
     debug_info,
     get_rpc_timeout,
@@ -25,7 +27,8 @@ from .backend_registry import (
     init_backend,
     register_backend,
 )
-from .calls import broadcast_call, rpc_async, rpc_sync
+from .calls.sending import broadcast_call, rpc_async, rpc_sync
+from .calls.wait_all import wait_all
 from .collectives.api import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
 from .contracts.exposure import expose
@@ -44,7 +47,6 @@ from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined
 from .execution.futures import Future
 from .profiling.server_profile import server_process_global_profile
 from .streaming.api import RpcStream, rpc_stream
-from .wait_all import wait_all
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
 # first and comes here, through autograd, before it comes to rref.

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple, final, overload
 
 import torch
 
-from .calls import send_call_async
+from .calls.sending import send_call_async
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import UNSET_RPC_TIMEOUT
 from .contracts.worker import WorkerInfo

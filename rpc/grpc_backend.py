@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ..c10d.registration import GroupKind, Registration
-from ..c10d.start_barrier import StartBarrier
+from ..c10d.rendezvous.registration import GroupKind, Registration
+from ..c10d.rendezvous.start_barrier import StartBarrier
 from ..c10d.torch_types import TorchStore
 from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend

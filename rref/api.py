@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from ..rpc.calls import send_call
+from ..rpc.calls.sending import send_call
 from ..rpc.contracts.agent import Destination
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
 from ..rpc.execution.futures import Future

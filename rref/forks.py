@@ -33,7 +33,7 @@ from ..errors import (
     WorkerLostError,
 )
 from ..proto.v1 import agent_pb2
-from ..rpc.calls import name_of
+from ..rpc.calls.sending import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing, Request

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..rpc.call_handler import run_function
-from ..rpc.calls import send_call
+from ..rpc.calls.handler import run_function
+from ..rpc.calls.sending import send_call
 from ..rpc.contracts.agent import Destination, current_agent
 from ..rpc.contracts.arguments import check_call, check_received, check_timeout
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by

@@ -8,6 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, final
 import torch
 
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
+from ..rpc.calls.wait_all import note_future
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
 from ..rpc.contracts.messages import MessageType, Request
@@ -15,7 +16,6 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
 from ..rpc.profiling.extension import RPCExecMode
-from ..rpc.wait_all import note_future
 from .handles import OwnerHandle, UserHandle, references_of
 from .ids import name_needed
 from .message_types import RREF_FETCH

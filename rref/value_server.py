@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ..errors import RemoteError, RRefError
 from ..proto.v1 import agent_pb2
-from ..rpc.call_handler import log_failure, run_function
+from ..rpc.calls.handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
 from ..rpc.execution.kept_errors import printable_text

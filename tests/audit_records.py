@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from gradwire.c10d.security.audit import LOGGER
+from gradwire.net.security.audit import LOGGER
 
 from tests.remote_functions import wait_until
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
-from gradwire.c10d.security import Credentials
-from gradwire.c10d.security.issuing import Authority, Validity
+from gradwire.net.security import Credentials
+from gradwire.net.security.issuing import Authority, Validity
 
 __all__ = ["EXPIRED", "OTHER_TOKEN", "TOKEN", "ca_pem", "make_authority", "write"]
 

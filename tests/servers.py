@@ -26,7 +26,7 @@ PRELOAD = [
     "encodings.idna",
     "gradwire.c10d.engines.gloo.engine",
     "gradwire.c10d.engines.shm.engine",
-    "gradwire.c10d.security.token",
+    "gradwire.net.security.token",
     "gradwire.compat",
     "gradwire.extensions",  # of each agent
     "matplotlib.pyplot",

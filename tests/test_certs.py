@@ -6,15 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gradwire.c10d.security import Credentials, worker_host_name
-from gradwire.certs import main
+from gradwire.cli.certs import command
+from gradwire.cli.group import run_command
 from gradwire.errors import CredentialsError
+from gradwire.net.security import Credentials, worker_host_name
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run_here(*arguments: object) -> str:
-        main([str(each) for each in arguments])
+        run_command(command, [str(each) for each in arguments], "gradwire certs")
         return capsys.readouterr().out
 
     return run_here
@@ -87,8 +88,8 @@ def test_the_names_for_another_ca(run):
 
 
 def test_as_a_program(python, tmp_path: Path):
-    done = python.run("-m", "gradwire.certs", "ca", tmp_path / "x")
+    done = python.run("-m", "gradwire", "certs", "ca", tmp_path / "x")
     assert (done.returncode, done.stderr) == (0, "")
-    again = python.run("-m", "gradwire.certs", "ca", tmp_path / "x")
+    again = python.run("-m", "gradwire", "certs", "ca", tmp_path / "x")
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.startswith("Error: ")

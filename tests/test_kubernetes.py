@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.c10d.launchers import LaunchedProcess, find_launched_process
-from gradwire.c10d.listening import parse_ports
+from gradwire.c10d.rendezvous.launchers import LaunchedProcess, find_launched_process
 from gradwire.cli.credential_checks import VARIABLES
+from gradwire.net.listening import parse_ports
 
 from examples import parameter_server
 from tests.certificates import TOKEN

@@ -103,7 +103,7 @@ import logging
 import gradwire
 logging.getLogger("gradwire.rref.forks").debug("not this")
 logging.getLogger("gradwire.rpc.calls").debug("this")
-logging.getLogger("gradwire.c10d.waiting").warning("and this")
+logging.getLogger("gradwire.net.waiting").warning("and this")
 """
 
 
@@ -115,7 +115,7 @@ def test_a_program_without_logging_prints_to_stderr(python, monkeypatch, tmp_pat
     done = python.run(tmp_path / "program.py")
     assert (done.returncode, done.stdout) == (0, "")
     lines = [re.sub(r"^[\d-]+ [\d:,]+ \d+ ", "", line) for line in done.stderr.splitlines()]
-    assert lines == ["DEBUG gradwire.rpc.calls: this", "WARNING gradwire.c10d.waiting: and this"]
+    assert lines == ["DEBUG gradwire.rpc.calls: this", "WARNING gradwire.net.waiting: and this"]
 
 
 def test_the_command_says_what_is_wrong_with_the_variable(monkeypatch):

@@ -8,9 +8,9 @@ import gradwire
 import pytest
 import torch
 from gradwire.__main__ import describe, main
-from gradwire.c10d import availability
-from gradwire.c10d.availability import why_unavailable
-from gradwire.c10d.backends import BUILTIN_ENGINES
+from gradwire.c10d.engines import availability
+from gradwire.c10d.engines.availability import why_unavailable
+from gradwire.c10d.groups.backends import BUILTIN_ENGINES
 from gradwire.errors import ProcessGroupError
 
 

@@ -10,9 +10,9 @@ from queue import SimpleQueue
 
 import psutil
 import pytest
-from gradwire import launch, rpc, supervisor
+from gradwire import launch, rpc
 from gradwire.errors import WorkerLostError
-from gradwire.launch import Backoff
+from gradwire.launch import Backoff, supervisor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import ProcessException
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from ..c10d.security.peer_text import printable
 from ..errors import RpcError
+from ..net.security.peer_text import printable
 from ..rpc.contracts.agent import Destination, RpcAgent, current_agent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo

@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..c10d.security.peer_text import printable
 from ..errors import RpcError, UnknownWorkerError
+from ..net.security.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from .keys import PageKey
 from .metrics import METRICS_TYPE, metrics

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from ..c10d.security.credentials import Credentials
-from ..c10d.security.names import SHARED_HOST_NAME
 from ..errors import RpcError
+from ..net.security.credentials import Credentials
+from ..net.security.names import SHARED_HOST_NAME
 from .keys import KEY_VARIABLE, LinkFile, PageKey
 
 __all__ = ["PageClient"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..c10d.process_group import ProcessGroup
+from ..c10d.groups.process_group import ProcessGroup
 from ..torch_internals import known_groups
 
 __all__ = ["process_groups"]

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import final
 from urllib.parse import parse_qs, urlsplit
 
-from ..c10d.security.credentials import Credentials
-from ..c10d.user_sockets import SocketDirectory
+from ..net.security.credentials import Credentials
+from ..net.user_sockets import SocketDirectory
 
 __all__ = ["KEY_PARAMETER", "KEY_VARIABLE", "LinkFile", "PageKey"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from ..c10d.security.peer_text import printable
-from ..rpc.calls import name_of
+from ..net.security.peer_text import printable
+from ..rpc.calls.sending import name_of
 from ..rpc.contracts.messages import CALL, MessageType
 from ..rpc.contracts.worker import WorkerInfo
 from ..rref.methods import method_of_call

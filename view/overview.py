@@ -6,8 +6,8 @@ import math
 import time
 from typing import Any, cast
 
-from ..c10d.security.peer_text import printable
 from ..errors import RpcError
+from ..net.security.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo

@@ -10,9 +10,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
-from ..c10d.inheritance import note_listener
-from ..c10d.security.credentials import Credentials
 from ..errors import RpcError
+from ..net.inheritance import note_listener
+from ..net.security.credentials import Credentials
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.view import INSTALL_VIEW, View
 from .keys import KEY_PARAMETER, LinkFile, PageKey

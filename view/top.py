@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..c10d.security.peer_text import printable
 from ..errors import RpcError
+from ..net.security.peer_text import printable
 from .client import PageClient
 from .waits import WAITS_FOR_THE_END
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any, Final, final
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
-from ..collective_call import CollectiveCall
-from ..security import printable
+from ...net.security import printable
+from ..engines.collective_call import CollectiveCall
 from ..torch_types import TorchStore
 from .call_site import find_call_site
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from ..collective_call import CollectiveCall
-from ..pending import PendingOperation
+from ..engines.collective_call import CollectiveCall
+from ..engines.pending import PendingOperation
 from .call_site import CallSite, find_call_site
 
 __all__ = ["FlightRecord", "FlightRecorder", "HasFlightRecord", "write_flight_records"]

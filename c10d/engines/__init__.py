@@ -1,6 +1,6 @@
 """Engines carry out the operations of process groups: one contract (base), one folder per implementation."""
 
-from ..pending import PendingOperation
 from .base import Engine, Setup
+from .pending import PendingOperation
 
 __all__ = ["Engine", "PendingOperation", "Setup"]

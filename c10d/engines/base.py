@@ -6,7 +6,7 @@ autograd; their dtypes and sizes match on this rank. Only the number of elements
 shape. The tensors of an operation share no memory, except that an output may be what this rank gives itself: its
 own part of a list of inputs or of the whole input, or the input that is its own part of the outputs. Roots and
 peers are ranks of this group. Pairs of dtype and reduction that no engine supports are refused before they get
-here; c10d/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
+here; c10d/engines/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
 
 There are four kinds of engine, told apart by class variables:
 
@@ -29,9 +29,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from ...errors import UnsupportedOperationError
-from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
-from ..reductions import Reduction
 from ..torch_types import TorchStore
+from .pending import CombinedOperation, OperationWithFinalStep, PendingOperation
+from .reductions import Reduction
 
 __all__ = ["Engine", "EngineFactory", "Setup", "chunks"]
 

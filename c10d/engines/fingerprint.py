@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from ..reductions import Reduction
+from .reductions import Reduction
 
 __all__ = ["encode", "encode_parts", "mismatch"]
 

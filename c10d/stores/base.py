@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from ...errors import QueueEmptyError, StoreError, StoreTimeoutError
+from ...net.security import Credentials, printable_lines
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..security import Credentials, printable_lines
 from ..torch_types import TorchStore
 from . import lifetime
 from .limits import MAX_BYTES, MAX_FIELDS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from ..security import Credentials
+from ...net.security import Credentials
 from .remote import RemoteServer
 
 __all__ = ["ClockOffset", "clock_offset", "offset_by"]

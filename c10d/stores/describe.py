@@ -3,13 +3,13 @@
 from contextlib import suppress
 from typing import Any
 
-from ..addresses import format_address, is_loopback
-from ..security import Credentials
+from ...net.addresses import format_address, is_loopback
+from ...net.security import Credentials
 from ..torch_types import TorchStore, TorchTCPStore
 from .file import FileStore
 from .tcp import TCPStore
 
-__all__ = ["describe_store", "innermost_store", "is_insecure_store", "store_credentials"]
+__all__ = ["describe_store", "innermost_store", "is_insecure_store", "store_credentials", "store_host"]
 
 
 def innermost_store(store: Any) -> Any:
@@ -17,6 +17,11 @@ def innermost_store(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def store_host(store: TorchStore | None) -> str:
+    """Returns the host of a TCPStore, gradwire's or torch's, possibly under prefixes; empty for other stores."""
+    return str(getattr(innermost_store(store), "host", ""))
 
 
 def store_credentials(store: Any) -> Credentials | None:

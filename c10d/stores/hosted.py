@@ -6,10 +6,10 @@ import threading
 from typing import ClassVar, Self, final
 
 from ...errors import StoreError
+from ...net.event_loop import EventLoop, acquire_event_loop
+from ...net.security import Credentials
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..event_loop import EventLoop, acquire_event_loop
-from ..security import Credentials
 from .limits import StoreLimits
 from .server import StoreServer
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import final
 
 from ...errors import StoreError, StoreNetworkError
-from ..addresses import format_address
-from ..socket_owners import users_listening
-from ..user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile, UnsafePathError, store_socket_name
+from ...net.addresses import format_address
+from ...net.socket_owners import users_listening
+from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile, UnsafePathError, store_socket_name
 
 __all__ = ["LocalSocket", "StoreTarget", "find_store", "reserve_port", "who_listens"]
 

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple, final
 from google.protobuf.message import DecodeError
 
 from ...errors import StoreError
+from ...net.inheritance import at_fork
 from ...proto.v1.store_pb2 import Operation
-from ..inheritance import at_fork
 from .file_lock import FileLock
 from .limits import MAX_BYTES
 from .parsing import parse_operation

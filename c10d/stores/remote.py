@@ -16,13 +16,13 @@ from typing import Any, final
 import grpc
 
 from ...errors import StoreError, StoreNetworkError
+from ...net.addresses import allows_insecure, format_address, is_loopback, resolve
+from ...net.grpc_objects import note_grpc, why_grpc_is_unusable
+from ...net.inheritance import note_peer
+from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
+from ...net.waiting import wait_with_warnings
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import allows_insecure, format_address, is_loopback, resolve
-from ..grpc_objects import note_grpc, why_grpc_is_unusable
-from ..inheritance import note_peer
-from ..security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
-from ..waiting import wait_with_warnings
 from .hosted import ANSWER_TIMEOUT_S
 from .local_socket import StoreTarget, find_store, who_listens
 from .parsing import parse_outcome

@@ -15,12 +15,12 @@ from contextlib import suppress
 from typing import Any, cast, final
 
 from ...errors import StoreError
+from ...net.addresses import is_loopback
+from ...net.security import Credentials
+from ...net.user_sockets import SocketDirectory
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import is_loopback
-from ..security import Credentials
 from ..torch_types import TorchFileStore, TorchStore, TorchTCPStore
-from ..user_sockets import SocketDirectory
 from .base import Store
 from .describe import describe_store, innermost_store
 from .hash import HashStore

@@ -16,15 +16,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ...errors import StoreError, StoreNetworkError
+from ...net.addresses import format_address, is_loopback, is_numeric, resolve
+from ...net.grpc_objects import note_grpc, why_grpc_is_unusable
+from ...net.inheritance import note_listener
+from ...net.listening import ListenSettings
+from ...net.security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
+from ...net.strangers import MAX_ROUND_TRIP_S, half_of_descriptors
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address, is_loopback, is_numeric, resolve
-from ..descriptors import half_of_descriptors
-from ..grpc_objects import note_grpc, why_grpc_is_unusable
-from ..inheritance import note_listener
-from ..listening import ListenSettings
-from ..round_trips import MAX_ROUND_TRIP_S
-from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from .durable import DurableState
 from .limits import MAX_BYTES, StoreLimits
 from .local_socket import LocalSocket, reserve_port

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Protocol, final
 
 from ...errors import StoreError
+from ...net.addresses import allows_insecure, host_for_listening, require_trusted
+from ...net.security import Credentials
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import allows_insecure, host_for_listening, require_trusted
-from ..security import Credentials
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from .hosted import HostedServer, take_over_port
 from .limits import StoreLimits

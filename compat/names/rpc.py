@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from ... import rpc
-from ...rpc.wait_all import thread_futures
+from ...rpc.calls.wait_all import thread_futures
 from ...rref.proxy import RRefProxy
 from .. import agents, debug_info, faulty, futures, scripting, shutdown, tensorpipe
 from ..init import init_rpc, init_rpc_backend

@@ -8,9 +8,9 @@ from typing import Any, final
 
 import grpc
 
-from ...c10d.addresses import format_address
-from ...c10d.event_loop import acquire_event_loop
 from ...errors import RpcError
+from ...net.addresses import format_address
+from ...net.event_loop import acquire_event_loop
 from ..channels.channels import Channels, PeerChannels
 from ..channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
 from ..channels.cuda.runtime import DeviceRuntime

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import final
 
-from ...c10d.host_identity import network_id
+from ...net.host_identity import network_id
 from ...proto.v1 import agent_pb2
 from ..contracts.options import RpcBackendOptions
 from ..execution.executor import Executor

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NoReturn, final
 
-from ...c10d.inheritance import at_fork
 from ...errors import NotInitializedError
+from ...net.inheritance import at_fork
 from .agent import RpcAgent, agents_here, holder
 from .control import ControlHandler, OnSettled
 from .worker import WorkerInfo

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ...c10d.host_identity import network_id
-from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import WorkerNameError
+from ...net.host_identity import network_id
+from ...net.user_sockets import UNIX_SCHEME
 from .worker import WorkerInfo
 
 __all__ = ["MAX_ID", "Member"]

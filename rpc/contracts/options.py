@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
-from ...c10d.listening import ListenSettings, parse_ports
-from ...c10d.security import Credentials
+from ...net.listening import ListenSettings, parse_ports
+from ...net.security import Credentials
 from .collective_options import BroadcastOptions, check_counts
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
 from .liveness import Liveness

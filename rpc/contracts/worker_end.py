@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 from typing import Self, final
 
-from ...c10d.security import printable
 from ...errors import LossCause, WorkerLostError
+from ...net.security import printable
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
 from .child_process import error_of_child

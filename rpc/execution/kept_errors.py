@@ -2,8 +2,8 @@
 
 import copy
 
-from ...c10d.security import printable
 from ...errors import rebuild_exception
+from ...net.security import printable
 
 __all__ = ["copy_error", "is_plain", "printable_text", "text_of", "without_frames"]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
-from ...c10d.addresses import is_loopback, is_numeric, is_tcp_address, resolve
-from ...c10d.host_identity import LOOPBACK, address_for_others, is_local, own_address
-from ...c10d.listening import ANY_PORT, PortRange
-from ...c10d.stores.describe import innermost_store
+from ...c10d.stores.describe import store_host
 from ...c10d.torch_types import TorchStore
-from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ...errors import ProcessGroupError, RpcError, StoreError
+from ...net.addresses import is_loopback, is_numeric, is_tcp_address, resolve
+from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
+from ...net.listening import ANY_PORT, PortRange
+from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
 
@@ -119,7 +119,7 @@ def choose_address(
 
     Without a `host` that is a unix socket, unless the options allow others and some members do not share
     network and directory, or are not known. Then it is the loopback address on one host, else the address by which
-    this host reaches the store, or that others reach (`c10d.host_identity.address_for_others`).
+    this host reaches the store, or that others reach (`net.interfaces.address_for_others`).
 
     Args:
         options: those of the worker.
@@ -193,7 +193,7 @@ def _may_use_tcp(options: RpcBackendOptions) -> bool:
 
 def _is_local_store(store: TorchStore) -> bool:
     """Returns whether only processes of this host can reach the store."""
-    host = str(getattr(innermost_store(store), "host", ""))
+    host = store_host(store)
     try:
         return bool(host) and is_loopback(host)
     except StoreError:
@@ -202,7 +202,7 @@ def _is_local_store(store: TorchStore) -> bool:
 
 def _address_for_others(store: TorchStore, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
     try:
-        return address_for_others(store, family)
+        return address_for_others(store_host(store), family)
     except ProcessGroupError as error:
         raise RpcError(f"{error}; or give an address as host=") from error
 

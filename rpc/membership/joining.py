@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ...c10d.registration import Registration
+from ...c10d.rendezvous.registration import Registration
 from ...c10d.stores.prefix import PrefixStore
 from ...c10d.torch_types import TorchStore
-from ...c10d.user_sockets import SocketDirectory
-from ...c10d.waiting import wait_with_warnings
 from ...errors import LossCause, RendezvousError, WorkerLostError
+from ...net.user_sockets import SocketDirectory
+from ...net.waiting import wait_with_warnings
 from ..contracts.control import ControlMessages
 from ..contracts.member import Member
 from ..contracts.messages import MessageType, Request

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ...c10d.host_identity import network_id
-from ...c10d.start_barrier import StartBarrier
+from ...c10d.rendezvous.start_barrier import StartBarrier
+from ...net.host_identity import network_id
 from ..contracts.member import Member
 
 __all__ = ["MemberCheck", "exchange_members", "formed_group", "introduce"]

@@ -3,8 +3,9 @@
 import socket
 from enum import Enum, auto
 
-from ...c10d.host_identity import is_local, network_id
-from ...c10d.user_sockets import UNIX_SCHEME
+from ...net.host_identity import network_id
+from ...net.interfaces import is_local
+from ...net.user_sockets import UNIX_SCHEME
 from ..contracts.member import Member
 from .addresses import ListenAddress
 

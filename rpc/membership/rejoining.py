@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...c10d.registration import Registration
-from ...c10d.start_barrier import StartBarrier
+from ...c10d.rendezvous.registration import Registration
+from ...c10d.rendezvous.start_barrier import StartBarrier
 from ...c10d.torch_types import TorchStore
 from ...errors import RendezvousError
 from ..contracts.member import Member

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from ...c10d.waiting import wait_with_warnings
 from ...errors import RendezvousError
+from ...net.waiting import wait_with_warnings
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
 from .addresses import ListenAddress

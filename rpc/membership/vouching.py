@@ -14,7 +14,7 @@ from typing import Any, final
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...c10d.event_loop import acquire_event_loop
+from ...net.event_loop import acquire_event_loop
 from ...proto.v1 import agent_pb2
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any, final
 
-from ...c10d.security import printable
 from ...errors import LimitReachedError, RpcError, SerializationError, WorkerLostError
+from ...net.security import printable
 from ...proto.v1 import agent_pb2
 from ..contracts.control import ControlHandler, ControlValues, OnSettled
 from ..contracts.messages import CONTROL

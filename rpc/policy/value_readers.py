@@ -8,8 +8,8 @@ from typing import Any, Protocol, final
 
 import torch
 
-from ...c10d.security import Audit
 from ...errors import PolicyError, SerializationError
+from ...net.security import Audit
 from ..contracts.messages import Buffer, Incoming
 from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.policy import Policy

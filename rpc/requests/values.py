@@ -6,8 +6,8 @@ from typing import Any, final
 
 import torch
 
-from ...c10d.security import Audit
 from ...errors import LimitReachedError, RemoteError, SerializationError
+from ...net.security import Audit
 from ..channels.base import PayloadLostError
 from ..contracts.devices import DeviceMap
 from ..contracts.messages import Buffer

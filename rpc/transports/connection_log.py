@@ -2,8 +2,8 @@
 
 import logging
 
-from ...c10d.socket_peers import address_of_peer
-from ...c10d.user_sockets import UNIX_SCHEME
+from ...net.socket_peers import address_of_peer
+from ...net.user_sockets import UNIX_SCHEME
 from ..contracts.worker import WorkerInfo
 from .grpc_calls import StreamParts
 from .tls_socket import AnySocket, TlsSocket

@@ -15,7 +15,7 @@ from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
 
-from ...c10d.socket_peers import process_of_peer
+from ...net.socket_peers import process_of_peer
 from ..execution.executor import Executor
 from ..execution.poller import READABLE
 from ..wire.attached import embed

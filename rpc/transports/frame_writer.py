@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast, final
 
-from ...c10d.inheritance import at_fork
+from ...net.inheritance import at_fork
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 from .buffers import MAX_AT_ONCE, first_bytes, without_first

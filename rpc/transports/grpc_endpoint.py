@@ -7,13 +7,12 @@ from typing import Any, final
 
 import grpc
 
-from ...c10d.addresses import is_loopback
-from ...c10d.descriptors import half_of_descriptors
-from ...c10d.grpc_objects import note_grpc
-from ...c10d.inheritance import note_listener, note_peer
-from ...c10d.round_trips import MAX_ROUND_TRIP_S
-from ...c10d.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
-from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
+from ...net.addresses import is_loopback
+from ...net.grpc_objects import note_grpc
+from ...net.inheritance import note_listener, note_peer
+from ...net.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
+from ...net.strangers import MAX_ROUND_TRIP_S, half_of_descriptors
+from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
 from ..contracts.liveness import Liveness
 from .settings import GRACE_SECONDS, MAX_CONNECTIONS, SERVICE, UNIX_PING_S, aio, client_options, server_options
 

@@ -19,8 +19,8 @@ from typing import Any, final
 
 from google.protobuf.message import DecodeError
 
-from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import LossCause
+from ...net.user_sockets import UNIX_SCHEME
 from ...proto.v1 import agent_pb2
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future

@@ -8,7 +8,7 @@ from typing import Any, final
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...c10d.security import printable
+from ...net.security import printable
 from ...proto.v1 import agent_pb2
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Final
 
-from ...c10d.socket_peers import process_of_peer, since_received_s
+from ...net.socket_peers import process_of_peer, since_received_s
 
 __all__ = ["has_received", "process_at", "process_runs"]
 

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from enum import Enum, auto
 
-from ...c10d.user_sockets import UNIX_SCHEME, is_listening
+from ...net.user_sockets import UNIX_SCHEME, is_listening
 
 __all__ = ["Reach", "probe", "probe_now"]
 

@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
-from ...c10d.addresses import format_address, is_tcp_address
-from ...c10d.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
-from ...c10d.listening import PortRange
-from ...c10d.round_trips import round_trip_s
-from ...c10d.security import Audit, Identity, printable, worker_host_name
-from ...c10d.socket_peers import address_of_peer, has_left, is_of_same_user
+from ...net.addresses import format_address, is_tcp_address
+from ...net.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
+from ...net.listening import PortRange
+from ...net.security import Audit, Identity, printable, worker_host_name
+from ...net.socket_peers import address_of_peer, has_left, is_of_same_user
+from ...net.strangers import round_trip_s
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from .tls_socket import AnySocket, TlsSocket

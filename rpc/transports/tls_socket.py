@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, cast, final
 
-from ...c10d.security import certified_names
-from ...c10d.socket_peers import address_of_peer
+from ...net.security import certified_names
+from ...net.socket_peers import address_of_peer
 
 __all__ = ["AnySocket", "TlsSocket"]
 

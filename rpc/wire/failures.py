@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from ...c10d.security import printable, printable_lines
 from ...errors import RemoteError, RemoteUnpicklableError, rebuild_exception
+from ...net.security import printable, printable_lines
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import copy_error, is_plain, text_of
 from .tracebacks import format_error

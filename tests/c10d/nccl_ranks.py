@@ -9,7 +9,7 @@ import torch
 from gradwire.c10d import HashStore
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
-from gradwire.c10d.reductions import Reduction
+from gradwire.c10d.engines.reductions import Reduction
 from gradwire.c10d.stores.prefix import PrefixStore
 from gradwire.errors import GroupAbortedError
 

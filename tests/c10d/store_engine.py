@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine, Setup
-from gradwire.c10d.reductions import Reduction, combine, finish, prepare
+from gradwire.c10d.engines.reductions import Reduction, combine, finish, prepare
 from torch import Tensor
 
 

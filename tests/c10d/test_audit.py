@@ -14,14 +14,15 @@ from typing import Any
 
 import grpc
 import pytest
-from gradwire.c10d import Credentials, HashStore, StoreLimits, TCPStore, dump_flight_recorder, failure_detector
+from gradwire.c10d import Credentials, HashStore, StoreLimits, TCPStore, dump_flight_recorder
 from gradwire.c10d.engines.mpi import pmi
-from gradwire.c10d.failure_detector import FailureDetector
-from gradwire.c10d.registration import Registration
-from gradwire.c10d.security import Audit, AuditEvent, printable, printable_lines
-from gradwire.c10d.security.audit import WINDOW_S
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.rendezvous.registration import Registration
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import StoreError
+from gradwire.net.security import Audit, AuditEvent, printable, printable_lines
+from gradwire.net.security.audit import WINDOW_S
 from gradwire.proto.v1 import store_pb2
 from hypothesis import given
 from hypothesis import strategies as st

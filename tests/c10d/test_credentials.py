@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
-from gradwire.c10d.security import SHARED_HOST_NAME, Credentials, Identity, certified_names, worker_host_name
-from gradwire.c10d.security.issuing import Validity
 from gradwire.errors import CredentialsError
+from gradwire.net.security import SHARED_HOST_NAME, Credentials, Identity, certified_names, worker_host_name
+from gradwire.net.security.issuing import Validity
 
 from tests.certificates import EXPIRED, OTHER_TOKEN, TOKEN, ca_pem, make_authority, write
 

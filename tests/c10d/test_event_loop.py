@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gradwire.c10d import TCPStore
-from gradwire.c10d.addresses import format_address, is_loopback
-from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import StoreError
+from gradwire.net.addresses import format_address, is_loopback
+from gradwire.net.event_loop import acquire_event_loop
 
 
 async def current_thread() -> threading.Thread:

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from gradwire.c10d import failure_detector
-from gradwire.c10d.barrier_rounds import Outcome
 from gradwire.c10d.engines.mpi import world
-from gradwire.c10d.exchanged_values import MAX_JSON_BYTES, parse_dict, parse_list
-from gradwire.c10d.host_identity import HostIdentity
-from gradwire.c10d.registration import Registration
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.rendezvous.barrier_rounds import Outcome
+from gradwire.c10d.rendezvous.registration import Registration
 from gradwire.errors import ProcessGroupError, RendezvousError
+from gradwire.net.exchanged_values import MAX_JSON_BYTES, parse_dict, parse_list
+from gradwire.net.host_identity import HostIdentity
 
 NESTED = b"[" * 100_000
 

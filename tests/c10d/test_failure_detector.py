@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.c10d import Credentials, FileStore, failure_detector
-from gradwire.c10d.failure_detector import DIED, FailureDetector
-from gradwire.c10d.security import SHARED_HOST_NAME, Audit, issuing
+from gradwire.c10d import Credentials, FileStore
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.failure.messages import DIED
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
+from gradwire.net.security import SHARED_HOST_NAME, Audit, issuing
 
 from tests.c10d.members import everywhere
 from tests.certificates import make_authority, write

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import FileStore, PrefixStore
-from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RankLostError
+from gradwire.net.event_loop import acquire_event_loop
 
 import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere

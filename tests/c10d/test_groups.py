@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from gradwire import c10d
-from gradwire.c10d.groups import full_names
+from gradwire.c10d.groups.api import full_names
 from gradwire.c10d.stores import lifetime
 from gradwire.errors import RendezvousError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import FileStore, TCPStore, failure_detector
-from gradwire.c10d import host_identity as hosts_module
+from gradwire.c10d import FileStore, TCPStore
 from gradwire.c10d.engines.base import Setup
-from gradwire.c10d.host_identity import HostIdentity, insecure_problem
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.rendezvous.hosts import insecure_problem
 from gradwire.errors import ProcessGroupError, RankLostError, StoreError
+from gradwire.net import interfaces
+from gradwire.net.host_identity import HostIdentity
 
 from tests.c10d.members import MIB, everywhere, receive, total
 from tests.hosts import MEMORY, NETWORK, Network, separate
@@ -306,11 +308,11 @@ def test_a_host_that_others_cannot_reach_is_an_error(hosts, host, problem):
 def test_the_address_for_others(hosts):
     net = hosts(1)
     (worker,) = net.workers
-    assert worker.run(hosts_module.address_for_others) == net.address(0)  # there is no default route
+    assert worker.run(interfaces.address_for_others) == net.address(0)  # there is no default route
     net.add_route(0)
-    assert worker.run(hosts_module.address_for_others) == net.address(0)
+    assert worker.run(interfaces.address_for_others) == net.address(0)
     net.ip(0, "link del eth0")
-    assert worker.run(hosts_module.address_for_others) == hosts_module.LOOPBACK
+    assert worker.run(interfaces.address_for_others) == interfaces.LOOPBACK
 
 
 def test_a_slow_network_is_not_an_error(hosts):

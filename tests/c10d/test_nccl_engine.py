@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from gradwire.c10d.engines.nccl.dtypes import NativeReduction, NcclCapability
-from gradwire.c10d.reductions import Reduction
+from gradwire.c10d.engines.reductions import Reduction
 from gradwire.errors import UnsupportedOperationError
 
 from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, running_ranks, start_stalled

@@ -11,13 +11,13 @@ import torch
 from gradwire.c10d import HashStore
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
-from gradwire.c10d.host_identity import HostIdentity
 from gradwire.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
     ProcessGroupError,
     UnsupportedOperationError,
 )
+from gradwire.net.host_identity import HostIdentity
 
 from tests.c10d.fake_nccl import CpuGpus
 from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, running_ranks, stall_streams, start_stalled

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from gradwire.c10d.staging import Staging
+from gradwire.c10d.engines.staging import Staging
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

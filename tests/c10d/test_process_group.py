@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine
-from gradwire.c10d.reductions import Reduction
+from gradwire.c10d.engines.reductions import Reduction
 from gradwire.errors import GroupAbortedError, UnsupportedOperationError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -10,12 +10,12 @@ import pytest
 import torch.distributed
 from gradwire import c10d
 from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, StoreLimits, TCPStore, rendezvous
-from gradwire.c10d.security import SHARED_HOST_NAME, issuing
-from gradwire.c10d.security.issuing import Validity
 from gradwire.c10d.stores.describe import store_credentials
 from gradwire.c10d.stores.sealed import SealedStore, seal
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import CredentialsError, RendezvousError, StoreError
+from gradwire.net.security import SHARED_HOST_NAME, issuing
+from gradwire.net.security.issuing import Validity
 from gradwire.proto.v1 import store_pb2
 
 from tests.certificates import EXPIRED, OTHER_TOKEN, TOKEN, ca_pem, make_authority, write

@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from gradwire.c10d.serial_queue import SerialQueue
-from gradwire.c10d.work import GroupWork
+from gradwire.c10d.engines.serial_queue import SerialQueue
+from gradwire.c10d.groups.work import GroupWork
 
 
 def test_a_caller_that_waits_runs_the_task_itself():

@@ -5,12 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from gradwire.c10d.socket_owners import (
-    cut_off_other_users,
-    own_listening_ports,
-    user_of_peer,
-    users_listening,
-)
+from gradwire.net.socket_owners import cut_off_other_users, own_listening_ports, user_of_peer, users_listening
 
 from tests.hostile.attacks import NOBODY, become
 from tests.workers import Worker

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gradwire import store as command
 from gradwire.c10d import StoreLimits, TCPStore, rendezvous
 from gradwire.c10d.stores import durable, journal, remote
 from gradwire.c10d.stores.durable import DurableState
 from gradwire.c10d.stores.journal import Journal
 from gradwire.c10d.stores.local_socket import LocalSocket
 from gradwire.c10d.stores.server import EXECUTE
+from gradwire.c10d.stores.serving import serve
 from gradwire.c10d.stores.state import KeyValueState
+from gradwire.cli.group import run_command
+from gradwire.cli.store import command
 from gradwire.errors import StoreError, StoreNetworkError, StoreTimeoutError
 from gradwire.proto.v1 import store_pb2
 from gradwire.proto.v1.store_pb2 import Operation, Outcome
@@ -267,8 +269,8 @@ def test_a_change_that_does_not_reach_the_disk_is_refused(path, monkeypatch):
 # In processes.
 
 
-def serve(path: str, port: int) -> None:
-    command.serve(path, "127.0.0.1", port, threading.Event())
+def serve_here(path: str, port: int) -> None:
+    serve(path, "127.0.0.1", port, threading.Event())
 
 
 class Restartable:
@@ -281,7 +283,7 @@ class Restartable:
 
     def start(self, path: str | None = None) -> None:
         (self.process,) = self._workers(1)
-        self.process.start(serve, path or self._path, self.port)
+        self.process.start(serve_here, path or self._path, self.port)
 
     def kill(self) -> None:
         self.process.kill()
@@ -450,7 +452,7 @@ def test_workers_meet_there(workers, restartable, by):
 
 
 def test_the_command(path, python):
-    arguments = ["-m", "gradwire.store", "--log", path, "--port", "0", "--sync"]
+    arguments = ["-m", "gradwire", "store", "--log", path, "--port", "0", "--sync"]
     reading, writing = os.pipe()
     with (
         open(reading) as printed,
@@ -481,7 +483,7 @@ def test_the_command(path, python):
 def test_what_it_refuses(path, arguments, problem, capsys):
     held = Journal(path) if not arguments else None
     with pytest.raises(SystemExit) as ended:
-        command.main(["--log", path, *arguments])
+        run_command(command, ["--log", path, *arguments], "gradwire store")
     assert problem in f"{ended.value.code} {capsys.readouterr().err}"
     if held is not None:
         held.close()

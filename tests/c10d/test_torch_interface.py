@@ -8,10 +8,10 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.backends import register_backends
-from gradwire.c10d.collectives import Collectives
-from gradwire.c10d.group_backend import OPERATIONS
-from gradwire.c10d.point_to_point import PointToPoint
+from gradwire.c10d.groups.backends import register_backends
+from gradwire.c10d.groups.collectives import Collectives
+from gradwire.c10d.groups.point_to_point import PointToPoint
+from gradwire.c10d.groups.torch_backend import OPERATIONS
 from gradwire.errors import UnsupportedOperationError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend, backend_names
 
@@ -51,7 +51,7 @@ dist.destroy_process_group()
 def test_torch_finds_an_engine_without_an_import(tmp_path, backend):
     command = [sys.executable, "-W", "error", "-c", WITHOUT_IMPORT, str(tmp_path / "met"), backend]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.stdout.split() == ["gradwire.c10d.process_group", backend, "[1.0,", "1.0]"], done.stderr
+    assert done.stdout.split() == ["gradwire.c10d.groups.process_group", backend, "[1.0,", "1.0]"], done.stderr
 
 
 def operate_from_below() -> tuple[list[float], str]:

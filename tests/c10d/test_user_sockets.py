@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gradwire.c10d import user_sockets
-from gradwire.c10d.user_sockets import (
+from gradwire.net import user_sockets
+from gradwire.net.user_sockets import (
     SocketDirectory,
     SocketFile,
     UnsafePathError,

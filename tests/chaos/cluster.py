@@ -126,7 +126,7 @@ class Cluster:
 
     def start_store(self) -> None:
         """Starts the store process, with the log that there is."""
-        command = [sys.executable, "-m", "gradwire.store", "--log", str(self.disk / "store.log")]
+        command = [sys.executable, "-m", "gradwire", "store", "--log", str(self.disk / "store.log")]
         command += ["--host", self.net.address(self.hosts), "--port", str(STORE_PORT), "--insecure"]
         inside = ["nsenter", "--net", f"--target={self.net.hosts[self.hosts][0].pid}", *command]
         with (self.folder / "store-process.log").open("ab") as log:

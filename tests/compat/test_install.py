@@ -36,7 +36,7 @@ def program(request) -> Iterator[types.ModuleType]:
 def test_globals_of_modules_that_imported_the_names_are_patched(program, installed):
     assert program.RRef is rpc.RRef
     assert program.call is torch_rpc.rpc_sync
-    assert program.call.__module__ == "gradwire.rpc.calls"
+    assert program.call.__module__ == "gradwire.rpc.calls.sending"
     assert program.limit == 60.0
 
 

@@ -18,7 +18,7 @@ from tests.hostile.listeners import find_listeners
 from tests.ports import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
-ON_GRADWIRE = "gradwire.rpc.calls gradwire.rref.rref gradwire.optim.distributed_optimizer True"
+ON_GRADWIRE = "gradwire.rpc.calls.sending gradwire.rref.rref gradwire.optim.distributed_optimizer True"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_workers_of_torchrun(run_quickly):
     """They are new interpreters."""
     options = ["--nproc-per-node", "2"]
     printed = run_quickly("-m", "torch.distributed.run", *options, str(PROGRAMS / "launched.py"))
-    assert sorted(printed.splitlines()) == [f"worker{rank}: True gradwire.rpc.calls" for rank in range(2)]
+    assert sorted(printed.splitlines()) == [f"worker{rank}: True gradwire.rpc.calls.sending" for rank in range(2)]
 
 
 def test_a_module_runs_as_with_python(run_quickly, tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_children_may_import_in_any_order(first):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
-    assert done.stdout == "gradwire.rpc.calls gradwire.rref.rref\n"
+    assert done.stdout == "gradwire.rpc.calls.sending gradwire.rref.rref\n"
     assert done.stderr == ""
 
 

@@ -11,7 +11,9 @@ import torch.distributed.optim
 import torch.distributed.rpc
 
 PROGRAMS = Path(__file__).parent / "programs"
-ON_GRADWIRE = "gradwire.rpc.calls gradwire.rref.rref gradwire.optim.distributed_optimizer True; stepped to 0.0"
+ON_GRADWIRE = (
+    "gradwire.rpc.calls.sending gradwire.rref.rref gradwire.optim.distributed_optimizer True; stepped to 0.0"
+)
 
 ACCIDENTAL = {"method_factory", "new_method"}
 """Names of loop variables in `__all__` of torch.distributed.rpc."""

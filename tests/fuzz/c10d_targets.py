@@ -12,16 +12,18 @@ from typing import Any
 from unittest import mock
 
 from google.protobuf.message import DecodeError
-from gradwire.c10d import StoreLimits, failure_detector
-from gradwire.c10d.barrier_rounds import Outcome as RoundOutcome
+from gradwire.c10d import StoreLimits
 from gradwire.c10d.engines.mpi import pmi
-from gradwire.c10d.host_identity import HostIdentity
-from gradwire.c10d.registration import Registration
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.failure.messages import parse_message
+from gradwire.c10d.rendezvous.barrier_rounds import Outcome as RoundOutcome
+from gradwire.c10d.rendezvous.registration import Registration
 from gradwire.c10d.stores.log import OperationLog
 from gradwire.c10d.stores.parsing import parse_operation
 from gradwire.c10d.stores.server import StoreServer
 from gradwire.c10d.stores.state import KeyValueState
 from gradwire.errors import ProcessGroupError, RendezvousError, StoreError
+from gradwire.net.host_identity import HostIdentity
 from gradwire.proto.v1 import store_pb2
 from gradwire.proto.v1.store_pb2 import Operation
 from hypothesis import strategies as st
@@ -193,7 +195,7 @@ def read_messages(data: bytes) -> None:
     """Reads the lines that a rank sends to the failure detector."""
     for line in data.split(b"\n"):
         with suppress(ValueError):
-            message = failure_detector.parse_message(line, SIZE)
+            message = parse_message(line, SIZE)
             assert message.rank in range(SIZE)
             assert message.reason.isprintable()
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from gradwire.c10d.security import worker_host_name
+from gradwire.net.security import worker_host_name
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.bulk.buffers import BufferCache

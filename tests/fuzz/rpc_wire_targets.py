@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError, Message
-from gradwire.c10d.security import Audit
+from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo

@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 from cryptography import x509
-from gradwire.c10d.security import SHARED_HOST_NAME
 from gradwire.c10d.stores.server import EXECUTE, POP
+from gradwire.net.security import SHARED_HOST_NAME
 from gradwire.proto.v1 import agent_pb2, store_pb2
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, VOUCH_METHOD

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import rpc
-from gradwire.c10d import Credentials, failure_detector
-from gradwire.c10d.failure_detector import DIED
+from gradwire.c10d import Credentials
+from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.failure.messages import DIED
 
 from tests.c10d.test_failure_detector import next_notice, start_detector
 from tests.certificates import TOKEN

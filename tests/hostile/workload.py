@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
 from gradwire.c10d import Credentials
-from gradwire.c10d.failure_detector import FailureDetector
-from gradwire.c10d.user_sockets import store_socket_name
+from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.net.user_sockets import store_socket_name
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.c10d.members import total

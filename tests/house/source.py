@@ -8,7 +8,21 @@ from pathlib import Path
 import gradwire
 
 ROOT = Path(gradwire.__file__).parent
-PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim", "nn", "view", "tracing", "compat", "cli"]
+PACKAGES = [
+    "proto",
+    "net",
+    "c10d",
+    "launch",
+    "rpc",
+    "rref",
+    "autograd",
+    "optim",
+    "nn",
+    "view",
+    "tracing",
+    "compat",
+    "cli",
+]
 LOOSE = sorted(ROOT.glob("*.py"))
 """The modules of the package that are in no folder."""
 

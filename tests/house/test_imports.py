@@ -1,6 +1,9 @@
 """Imports point one way: between packages, between the folders of rpc, and between modules."""
 
+import pytest
+
 from tests.house.source import (
+    LOOSE,
     MODULES,
     PACKAGES,
     ROOT,
@@ -21,23 +24,34 @@ ALSO = {
     "cli/credential_checks.py": {"logs"},
     "cli/group.py": {"", "logs"},  # the version
     "cli/installation.py": {""},
-    "cli/certs.py": {"certs"},
-    "cli/spawn.py": {"spawn_hosting", "supervisor"},
-    "cli/store.py": {"store"},
+    "launch/ray_actors.py": {"logs"},  # a process of its own
 }
 PACKAGE_ARROWS = {
     "proto": set(),
-    "c10d": {"proto"},
-    "rpc": {"proto", "c10d"},
+    "net": set(),
+    "c10d": {"proto", "net"},
+    "launch": {"net", "c10d"},
+    "rpc": {"proto", "net", "c10d"},
     "rref": {"proto", "rpc"},
     "autograd": {"proto", "rpc"},
-    "optim": {"rpc", "rref", "autograd", "c10d"},
-    "nn": {"rpc", "rref", "autograd", "c10d"},
-    "view": {"proto", "rpc", "rref", "autograd", "c10d"},
-    "tracing": {"proto", "rpc", "rref", "view", "c10d"},
-    "compat": {"rpc", "rref", "autograd", "optim", "nn", "c10d"},
-    "cli": {"rpc", "c10d", "compat", "view"},
+    "optim": {"rpc", "rref", "autograd"},
+    "nn": {"rpc", "rref"},
+    "view": {"proto", "net", "rpc", "rref", "autograd", "c10d"},
+    "tracing": {"proto", "net", "rpc", "rref", "view"},
+    "compat": {"net", "rpc", "rref", "autograd", "optim", "nn", "c10d"},
+    "cli": {"net", "rpc", "c10d", "compat", "view", "launch"},
 }
+C10D_ARROWS = {
+    "stores": set(),
+    "reconfigure": {"stores"},
+    "rendezvous": {"stores"},
+    "failure": {"rendezvous", "stores"},
+    "engines": {"failure", "rendezvous", "stores"},
+    "debug": {"engines", "stores"},
+    "groups": {"debug", "engines", "failure", "reconfigure", "rendezvous", "stores"},
+}
+"""The folders of c10d. Its loose files are its face, and torch's types."""
+
 RPC_ARROWS = {
     "execution": set(),
     "contracts": {"execution"},
@@ -46,6 +60,7 @@ RPC_ARROWS = {
     "channels": {"contracts", "execution", "wire", "transports"},
     "policy": {"contracts", "execution", "wire"},
     "membership": {"contracts", "execution", "peers", "transports"},
+    "calls": {"contracts", "execution", "profiling", "wire"},
     "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},
@@ -66,9 +81,7 @@ RPC_ARROWS = {
         "wire",
     },
 }
-"""The folders of rpc, which import no loose file of rpc. Loose files import all folders."""
-
-RPC_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "rpc") and path.parent != ROOT / "rpc"]
+"""The folders of rpc, which import no loose file of rpc but its `functions`. Loose files import all folders."""
 
 
 def test_packages_import_one_way():
@@ -80,33 +93,43 @@ def test_packages_import_one_way():
     assert not {name: imports for name, imports in wrong.items() if imports}
 
 
-def test_rooms_of_rpc_import_one_way():
+@pytest.mark.parametrize(
+    ("package", "arrows", "loose"),
+    [("rpc", RPC_ARROWS, ("rpc.functions",)), ("c10d", C10D_ARROWS, ("c10d.torch_types",))],
+)
+def test_rooms_import_one_way(package, arrows, loose):
     wrong = {}
-    for path in RPC_MODULES:
-        folder = path.relative_to(ROOT).parts[1]
-        allowed = {f"rpc.{each}" for each in (folder, *RPC_ARROWS[folder])}
-        inside = {name for name in imported_modules(path) if name.partition(".")[0] == "rpc"}
-        wrong[path_id(path)] = {name for name in inside if ".".join(name.split(".")[:2]) not in allowed}
+    for path in MODULES:
+        room, *rest = path.relative_to(ROOT).parts[1:]
+        if path.relative_to(ROOT).parts[0] == package and rest and room in arrows:
+            allowed = {f"{package}.{each}" for each in (room, *arrows[room])}
+            inside = {name for name in imported_modules(path) if name.partition(".")[0] == package}
+            names = {name for name in inside if ".".join(name.split(".")[:2]) not in allowed}
+            wrong[path_id(path)] = names.difference(loose)
+    assert wrong
     assert not {name: imports for name, imports in wrong.items() if imports}
 
 
 def test_credentials_need_nothing_but_errors():
-    for path in (ROOT / "c10d" / "security").glob("*.py"):
-        assert {name for name in imported_modules(path) if not name.startswith("c10d.security")} <= {"errors"}
+    for path in (ROOT / "net" / "security").glob("*.py"):
+        assert {name for name in imported_modules(path) if not name.startswith("net.security")} <= {"errors"}
 
 
 def test_the_tables_list_every_folder_and_have_no_cycles():
-    folders = {path.parent.name for path in (ROOT / "rpc").glob("*/__init__.py")}
-    assert folders == set(RPC_ARROWS)
+    for package, arrows in (("rpc", RPC_ARROWS), ("c10d", C10D_ARROWS)):
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert folders == set(arrows)
+        assert not cycles(arrows)
     assert set(PACKAGES) == set(PACKAGE_ARROWS)
-    assert not cycles(RPC_ARROWS)
     assert not cycles(PACKAGE_ARROWS)
 
 
 def test_modules_do_not_import_each_other():
     """Covers imports inside functions and for type checkers. Faces, which import what they show, are left out."""
-    faces = {ROOT / name / "__init__.py" for name in PACKAGES}
-    found = [set(cycle) for cycle in cycles(import_graph(path for path in MODULES if path not in faces))]
+    faces = {ROOT / name / "__init__.py" for name in ("", *PACKAGES)}
+    found = [
+        set(cycle) for cycle in cycles(import_graph(path for path in [*MODULES, *LOOSE] if path not in faces))
+    ]
     assert found == []
 
 

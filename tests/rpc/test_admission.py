@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from gradwire.c10d.event_loop import EventLoop, acquire_event_loop
 from gradwire.errors import WorkerLostError
+from gradwire.net.event_loop import EventLoop, acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.member import Member

@@ -15,9 +15,9 @@ import grpc
 import pytest
 from gradwire import rpc
 from gradwire.c10d import Credentials
-from gradwire.c10d.event_loop import EventLoop, acquire_event_loop
-from gradwire.c10d.security import Audit
 from gradwire.errors import LimitReachedError, LossCause, PolicyError, RemoteUnpicklableError
+from gradwire.net.event_loop import EventLoop, acquire_event_loop
+from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels import announced

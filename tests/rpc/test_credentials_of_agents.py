@@ -15,11 +15,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 from gradwire import rpc
-from gradwire.c10d.event_loop import acquire_event_loop
-from gradwire.c10d.security import SHARED_HOST_NAME, Credentials, Identity, worker_host_name
-from gradwire.c10d.security.issuing import Authority, Validity
-from gradwire.c10d.user_sockets import UnsafePathError
 from gradwire.errors import CredentialsError, RendezvousError
+from gradwire.net.event_loop import acquire_event_loop
+from gradwire.net.security import SHARED_HOST_NAME, Credentials, Identity, worker_host_name
+from gradwire.net.security.issuing import Authority, Validity
+from gradwire.net.user_sockets import UnsafePathError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.membership.addresses import ListenAddress

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.c10d.stores.file import FileStore
-from gradwire.c10d.user_sockets import SocketDirectory
 from gradwire.errors import RendezvousError, RpcError, WorkerSuspectError
+from gradwire.net.event_loop import acquire_event_loop
+from gradwire.net.user_sockets import SocketDirectory
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.member import Member
@@ -384,7 +384,7 @@ def test_a_worker_without_a_directory_says_so(workers, tmp_path):
 
 
 def join_without_directory(name: str, rank: int, url: str) -> None:
-    from gradwire.c10d import user_sockets
+    from gradwire.net import user_sockets
 
     folder = Path(url.removeprefix("file://")).parent / "tmp"
     (folder / f"gradwire-{os.geteuid()}").mkdir(parents=True, mode=0o755)

@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed.rpc
 from gradwire import c10d, compat, rpc
-from gradwire.c10d import FileStore, PrefixStore, TCPStore, registration, rendezvous, start_barrier, waiting
+from gradwire.c10d import FileStore, PrefixStore, TCPStore, rendezvous
+from gradwire.c10d.rendezvous import registration, start_barrier
 from gradwire.errors import RendezvousError, RpcError
+from gradwire.net import waiting
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.grpc_backend import start_agent
 

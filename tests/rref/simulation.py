@@ -19,9 +19,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, SendFailedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
+from gradwire.net.security.audit import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gradwire import c10d, rpc
-from gradwire.certs import make_authority, make_worker
+from gradwire.cli.authority import make_authority, make_worker
 
 from tests import ports
 from tests.remote_functions import add, wait_until

@@ -22,23 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ....net.host_identity import can_share_loopback
+from ....net.inheritance import keep_in_children
+from ....net.interfaces import INTERFACE_VARIABLE, LOOPBACK, address_for_others
+from ....net.socket_owners import cut_off_other_users, own_listening_ports
 from ....torch_internals import AllgatherOptions
-from ...host_identity import (
-    INTERFACE_VARIABLE,
-    LOOPBACK,
-    address_for_others,
-    can_share_loopback,
-    gather_consenting_hosts,
-)
-from ...inheritance import keep_in_children
-from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperation
-from ...reductions import Reduction, combine, finish, prepare
-from ...socket_owners import cut_off_other_users, own_listening_ports
+from ...rendezvous.hosts import gather_consenting_hosts
+from ...stores.describe import store_host
 from ...stores.prefix import PrefixStore
 from ..agreement import Agreement
 from ..base import Engine, Setup
 from ..fingerprint import encode, encode_parts
 from ..memory import as_bytes, flat, join_bytes, split_bytes
+from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
+from ..reductions import Reduction, combine, finish, prepare
 from .pending import GlooCollective, GlooMessage
 
 __all__ = ["GlooEngine"]
@@ -383,7 +380,8 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     ports = own_listening_ports() if is_local else set()
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=LOOPBACK if is_local else address_for_others(setup.store))]
+    address = LOOPBACK if is_local else address_for_others(store_host(setup.store))
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timeout
     group = keep_in_children(gloo(store, setup.rank, setup.size, options))
     if is_local and len({host.user for host in hosts}) == 1:

@@ -21,7 +21,7 @@ SPIN_S = 0.0004
 
 @final
 class GlooCollective:
-    """A collective in flight, a PendingOperation (c10d/pending.py).
+    """A collective in flight, a PendingOperation (c10d/engines/pending.py).
 
     Args:
         translate_error: returns the error to raise for an error of Gloo.
@@ -80,7 +80,7 @@ class GlooCollective:
 
 @final
 class GlooMessage:
-    """A send or receive in flight, a PendingOperation (c10d/pending.py).
+    """A send or receive in flight, a PendingOperation (c10d/engines/pending.py).
 
     Gloo makes progress by itself, but reports the end of a message only to a thread that waits for it. So the
     first `wait` without a timeout waits in C++ itself. A thread is started for that if `done` or `on_done` is

@@ -7,8 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...reductions import Reduction, finish, prepare
 from ..memory import as_bytes, flat
+from ..reductions import Reduction, finish, prepare
 
 __all__ = ["BufferSpecs", "Reducible", "share_memory"]
 

@@ -18,12 +18,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ...pending import PendingOperation
-from ...reductions import Reduction
 from ..agreement import Agreement
 from ..base import Engine, Setup
 from ..fingerprint import encode, encode_parts
 from ..memory import join_bytes, split_bytes
+from ..pending import PendingOperation
+from ..reductions import Reduction
 from .buffers import BufferSpecs, Reducible, share_memory
 from .limits import MpiLimits, start_in_pieces
 from .operation import MpiGroupState, MpiOperation

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedOperationError
-from ...pending import CombinedOperation, PendingOperation
+from ..pending import CombinedOperation, PendingOperation
 
 __all__ = ["MpiLimits", "start_in_pieces"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError, RankLostError
-from ...failure_detector import DIED
+from ...failure.messages import DIED
 from .progress import PollingPause
 from .world import MpiWorld
 
@@ -59,7 +59,7 @@ class MpiGroupState:
 
 @final
 class MpiOperation:
-    """An MPI request in flight, a PendingOperation (c10d/pending.py).
+    """An MPI request in flight, a PendingOperation (c10d/engines/pending.py).
 
     Args:
         group: that it belongs to.

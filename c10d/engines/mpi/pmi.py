@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
-from ...addresses import format_address
-from ...security import Audit
-from ...socket_owners import user_of_peer
+from ....net.addresses import format_address
+from ....net.security import Audit
+from ....net.socket_owners import user_of_peer
 
 __all__ = ["PmiServer", "leave"]
 

@@ -19,14 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 from ....errors import ProcessGroupError
-from ...exchanged_values import parse_list, unexpected_value
-from ...host_identity import (
-    HostIdentity,
-    can_share_loopback,
-    can_share_memory,
-    gather_consenting_hosts,
-    listen,
-)
+from ....net.exchanged_values import parse_list, unexpected_value
+from ....net.host_identity import HostIdentity, can_share_loopback, can_share_memory
+from ...rendezvous.hosts import gather_consenting_hosts, listen
 from ...stores.prefix import PrefixStore
 from ..base import Setup
 from .pmi import PmiServer, leave

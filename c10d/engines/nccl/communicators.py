@@ -14,8 +14,9 @@ from contextlib import ExitStack
 from typing import Final, final
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError
-from ...host_identity import HostIdentity, insecure_problem
-from ...security import printable
+from ....net.host_identity import HostIdentity
+from ....net.security import printable
+from ...rendezvous.hosts import insecure_problem
 from ...torch_types import TorchStore
 from .dtypes import NcclCapability
 from .library import Library, translate_error

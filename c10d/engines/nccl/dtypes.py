@@ -9,7 +9,7 @@ from typing import Final, final
 
 import torch
 
-from ...reductions import Reduction
+from ..reductions import Reduction
 
 __all__ = ["BYTES", "NativeReduction", "NcclCapability"]
 

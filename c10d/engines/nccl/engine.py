@@ -8,9 +8,9 @@ from typing import ClassVar, Final, cast, final
 from torch import Tensor
 
 from ....errors import UnsupportedOperationError
-from ...pending import PendingOperation
-from ...reductions import Reduction
 from ..base import Engine, Setup
+from ..pending import PendingOperation
+from ..reductions import Reduction
 from . import plans
 from .library import Library, load
 from .plans import GpuRank, Plan

@@ -21,7 +21,7 @@ ranks.
 
 @final
 class NcclOperation:
-    """An operation in flight, a PendingOperation (c10d/pending.py), polled by the engine's watchdog.
+    """An operation in flight, a PendingOperation (c10d/engines/pending.py), polled by the engine's watchdog.
 
     An operation is launched when all its work is on the engine's streams, and done when the streams have passed
     its events, or when it has failed. It keeps its tensors alive until it is done, or until the streams that it

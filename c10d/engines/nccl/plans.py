@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...reductions import Reduction, combine, finish, prepare
 from ..base import chunks
+from ..reductions import Reduction, combine, finish, prepare
 from .dtypes import BYTES, NativeReduction, NcclCapability
 from .library import Communicator
 from .streams import Stream

@@ -14,8 +14,8 @@ from functools import partial
 from typing import final
 
 from ....errors import UnsupportedOperationError
-from ...serial_queue import SerialQueue
 from ..base import Setup
+from ..serial_queue import SerialQueue
 from .communicators import CommunicatorFactory, LocalCommunicators
 from .library import Library, translate_error
 from .operation import NcclOperation

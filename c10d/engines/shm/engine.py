@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedOperationError
-from ...reductions import Reduction, combine, finish, prepare
 from ..base import Engine, Setup
 from ..fingerprint import encode, encode_parts
 from ..memory import flat, memmove
+from ..reductions import Reduction, combine, finish, prepare
 from .doorbells import CACHE_LINE_BYTES, Doorbells, check_platform
 from .layout import SLOT_BYTES, Layout
 from .p2p_channel import P2PChannels

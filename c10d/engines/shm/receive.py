@@ -24,7 +24,9 @@ class ReceivingChannels(Protocol):
 
 @final
 class PendingReceive:
-    """A receive in flight, a PendingOperation (c10d/pending.py). Its attributes are guarded by the channels' lock.
+    """A receive in flight, a PendingOperation (c10d/engines/pending.py).
+
+    The channels' lock guards its attributes.
 
     Args:
         channels: that the message arrives on.

@@ -15,7 +15,7 @@ from typing import Final, final
 import torch
 
 from ....errors import ProcessGroupError
-from ...security import printable
+from ....net.security import printable
 from ..base import Setup
 from .processes import RankProcess, exchange_texts, wait_for_keys
 

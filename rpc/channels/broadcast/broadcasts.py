@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ....c10d.group_membership import GroupSpec
+from ....c10d.groups.membership import GroupSpec
 from ....c10d.torch_types import TorchStore
 from ....errors import GroupAbortedError
 from ...contracts.collective_options import BroadcastOptions

@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from ....c10d.engines.base import Engine
-from ....c10d.group_membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
+from ....c10d.groups.membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
 
 __all__ = ["BroadcastGroup", "OnGroupEnd"]
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from ....c10d.group_membership import GroupSpec
+from ....c10d.groups.membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ..base import Arriving
 from ..chunked.channel import ChunkedChannel

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from ....c10d.group_membership import GroupSpec
+from ....c10d.groups.membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...wire.gathered import Gathered
 from ..base import StartTransfer

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
-from ....c10d.inheritance import at_fork
+from ....net.inheritance import at_fork
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
 from ...transports.buffers import MAX_AT_ONCE, first_bytes, without_first

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from ....c10d.inheritance import at_fork
+from ....net.inheritance import at_fork
 
 __all__ = ["Leases", "Memory"]
 

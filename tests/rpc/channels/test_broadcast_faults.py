@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.c10d import group_membership
+from gradwire.c10d.groups import membership as group_membership
 from gradwire.errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from gradwire.rpc.channels.broadcast import channel as broadcast_channel
 from gradwire.rpc.channels.broadcast import group as broadcast_group

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import grpc
 from gradwire.c10d import HashStore
-from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, RpcTimeoutError, StoreNetworkError, WorkerSuspectError
+from gradwire.net.security.audit import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.member import Member

@@ -10,8 +10,8 @@ from dataclasses import asdict
 import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore
-from gradwire.c10d.user_sockets import SocketDirectory
 from gradwire.errors import RendezvousError, WorkerLostError
+from gradwire.net.user_sockets import SocketDirectory
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.member import Member

@@ -9,10 +9,10 @@ import pytest
 import torch
 from gradwire import c10d, rpc
 from gradwire.c10d import TCPStore
-from gradwire.c10d.listening import ListenSettings, PortRange, parse_ports
 from gradwire.errors import RpcError, StoreNetworkError
+from gradwire.launch.hosting import hosted_spawn_store
+from gradwire.net.listening import ListenSettings, PortRange, parse_ports
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.spawn_hosting import hosted_spawn_store
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 import pytest
 from gradwire.c10d import Credentials
-from gradwire.c10d.listening import PortRange
-from gradwire.c10d.security import Identity, worker_host_name
+from gradwire.net.listening import PortRange
+from gradwire.net.security import Identity, worker_host_name
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import sockets
 from gradwire.rpc.transports.sockets import TCP, OfferedSocket, SocketListener

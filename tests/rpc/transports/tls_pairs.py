@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from gradwire.c10d import Credentials
-from gradwire.c10d.security import Identity, worker_host_name
-from gradwire.c10d.security.issuing import Authority, Validity
+from gradwire.net.security import Identity, worker_host_name
+from gradwire.net.security.issuing import Authority, Validity
 from gradwire.rpc.transports.tls_socket import TlsSocket
 
 __all__ = ["TOKEN", "authority", "certified", "expired", "identity_of", "tls_pair"]
@@ -34,7 +34,7 @@ def expired(ca: Authority, worker: str, monkeypatch) -> Identity:
     certificate, key = ca.issue(worker, Validity(now - timedelta(days=2), now - timedelta(days=1)))
     credentials = Credentials(ca=ca.certificate.public_bytes(Encoding.PEM), certificate=certificate, key=key)
     with monkeypatch.context() as patched:
-        patched.setattr("gradwire.c10d.security.material.datetime", _Clock(now - timedelta(days=1.5)))
+        patched.setattr("gradwire.net.security.material.datetime", _Clock(now - timedelta(days=1.5)))
         return credentials.identity(worker)
 
 

@@ -6,8 +6,8 @@ import grpc
 import hypothesis.strategies as st
 import pytest
 import torch
-from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RpcError, WorkerLostError
+from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Handler, MessageType, Request
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR

@@ -1,0 +1,248 @@
+"""Makes process groups by torch's functions, with gradwire's rendezvous and short names of its engines."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend
+
+from ...errors import ProcessGroupError
+from ...net.security import Credentials
+from ...torch_internals import default_timeout
+from ..engines.mpi.world import under_mpiexec
+from ..rendezvous.api import Rendezvous, rendezvous
+from ..rendezvous.registration import GroupKind
+from ..stores.base import Timeout, to_seconds
+from ..stores.prefix import PrefixStore
+from ..torch_types import TorchProcessGroup, TorchStore
+from .backends import BUILTIN_ENGINES
+from .mpiexec import rendezvous_under_mpiexec
+from .options import GroupOptions
+from .process_group import ProcessGroup
+
+__all__ = ["full_names", "init_process_group", "new_group", "split_group"]
+
+_PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
+
+_RECONFIGURABLE_GROUP = GroupKind("reconfigurable", how_to_allow=_PROCESS_GROUP.how_to_allow)
+
+HOST_LINGER_S = 2.0
+"""Seconds for which the store's host stays after a failure, so that the other ranks can read the reason."""
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: TorchStore | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    *,
+    insecure: bool = False,
+    credentials: Credentials | None = None,
+    enable_reconfigure: bool = False,
+) -> None:
+    """Makes the default group, which torch.distributed's functions then use.
+
+    The same as torch.distributed.init_process_group, but with gradwire's stores and rendezvous.
+
+    Args:
+        backend: `"shm"`, `"gloo"`, `"mpi"` or `"nccl"`, for all tensors or by device as in `"cpu:shm,cuda:nccl"`;
+            any name that torch knows; or None for the best for each device.
+        init_method: a rendezvous URL (see gradwire.c10d.rendezvous); `"env://"` if neither it nor a store is
+            given. Under mpiexec none is needed, unless the environment has MASTER_ADDR.
+        timeout: default timeout of operations, a timedelta or seconds; 30 minutes if None.
+        world_size: number of ranks, if neither the URL nor the environment has it.
+        rank: this process's rank, if neither the URL nor the environment has it.
+        store: a store to use instead of a URL. It stays open.
+        group_name: not used, as in torch.
+        pg_options: a GroupOptions.
+        device_id: this rank's device, if it uses only one.
+        insecure: allow addresses that are not loopback addresses, without credentials. Ranks on several hosts need
+            credentials or this, and this for Gloo, MPI and NCCL; see docs/hosts.md. GRADWIRE_INSECURE=1 in the
+            environment stands for it.
+        credentials: what the ranks recognize each other by; see docs/security.md for what they protect. By default
+            those in the environment: see Credentials.from_environment.
+        enable_reconfigure: make the group without ranks, and without waiting for anybody: `reconfigure` gives it
+            ranks. Leave out `world_size`; `rank` only says whether this process hosts the store of a tcp URL (0).
+
+    Raises:
+        RendezvousError: the ranks cannot find each other, or conflict with each other; all ranks raise the same.
+        ValueError: the backend is unknown.
+    """
+    names = full_names(backend)
+    _check_names(names)  # before this rank waits for the others
+    limit = default_timeout if timeout is None else _timedelta(timeout)
+    if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
+        found = rendezvous_under_mpiexec(limit, insecure=insecure, credentials=credentials)
+    else:
+        found = rendezvous(
+            init_method,
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=limit,
+            insecure=insecure,
+            credentials=credentials,
+            dynamic=enable_reconfigure,
+            kind=_RECONFIGURABLE_GROUP if enable_reconfigure else _PROCESS_GROUP,
+        )
+    if enable_reconfigure:
+        pg_options = (pg_options or GroupOptions()).with_reconfigure(enabled=True)
+    root = PrefixStore("process_groups", found.store)
+    # Engines of this group, and of groups that are made later, look these up there.
+    root.insecure, root.credentials = insecure, credentials
+    try:
+        if not enable_reconfigure:
+            found.wait_for_all(limit)
+        dist.init_process_group(
+            names,
+            timeout=limit,
+            world_size=found.world_size or 1,  # torch wants a rank and a size of groups without ranks, too
+            rank=max(found.rank, 0),
+            store=root,
+            group_name=group_name,
+            pg_options=pg_options,
+            device_id=device_id,
+        )
+    except BaseException as error:
+        if isinstance(error, ProcessGroupError):
+            _linger(found)
+        found.close()
+        raise
+    # C++ holds the stores, but does not keep their Python objects alive; they are closed with the group.
+    world: Any = dist.group.WORLD
+    if isinstance(world, ProcessGroup):
+        world.add_close_callback(partial(_close, found, root))
+    else:  # a group of a backend that is not gradwire's
+        weakref.finalize(world, _close, found, root)
+
+
+def _linger(found: Rendezvous) -> None:
+    """Keeps the store open until the other ranks have read why there is no group, for at most HOST_LINGER_S."""
+    with suppress(RuntimeError):  # they may never come
+        found.store.set(f"no_group/{found.rank}", "")
+        if found.rank == 0:
+            keys = [f"no_group/{rank}" for rank in range(found.world_size or 0)]
+            found.store.wait(keys, timedelta(seconds=HOST_LINGER_S))
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> TorchProcessGroup | Any:
+    """Makes a group of some ranks of the default group. All ranks of the default group must call it.
+
+    The same as torch.distributed.new_group, but `timeout` may be seconds, and `backend` any name that
+    init_process_group accepts; None for the default group's.
+
+    Returns:
+        The group; torch.distributed.GroupMember.NON_GROUP_MEMBER on ranks that are not in it.
+    """
+    return dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=None if timeout is None else _timedelta(timeout),
+        backend=None if backend is None else full_names(backend),
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+        device_id=device_id,
+    )
+
+
+def split_group(
+    parent_pg: TorchProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> TorchProcessGroup | None:
+    """Splits a group into disjoint groups. All ranks of the parent must call it with the same arguments.
+
+    The same as torch.distributed.split_group, but works without an accelerator too.
+
+    Args:
+        parent_pg: the group to split; the default group if None.
+        split_ranks: for each new group, its ranks in the parent.
+        timeout: default timeout of operations, a timedelta or seconds; torch's default if None.
+        pg_options: a GroupOptions.
+        group_desc: a description of the groups, for people.
+
+    Returns:
+        The new group that this rank is in; None if it is in none.
+
+    Raises:
+        ValueError: there is no parent, or `split_ranks` is empty, has a rank twice, or one that is not in the
+            parent.
+    """
+    parent = dist.group.WORLD if parent_pg is None else parent_pg
+    if parent is None:
+        raise ValueError("there is no default group to split: call init_process_group first")
+    if not split_ranks:
+        raise ValueError("split_ranks is empty: give the ranks of each new group")
+    all_ranks = [rank for ranks in split_ranks for rank in ranks]
+    if len(all_ranks) != len(set(all_ranks)) or not all(0 <= rank < parent.size() for rank in all_ranks):
+        raise ValueError(
+            f"split_ranks is {split_ranks}: give each rank of the parent, 0 to {parent.size() - 1}, once at most"
+        )
+    own_ranks = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
+    if own_ranks is None:
+        return None
+    group = new_group(
+        [dist.get_global_rank(parent, rank) for rank in sorted(own_ranks)],
+        timeout,
+        dist.get_backend_config(parent),
+        pg_options,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+    assert isinstance(group, TorchProcessGroup)
+    return group
+
+
+def full_names(backend: str | None) -> str:
+    """Returns torch's names for backends in gradwire's short names: `"cpu:gradwire_shm"` for `"cpu:shm"`."""
+    if backend is None:
+        return "gradwire"
+    parts = []
+    for part in backend.lower().split(","):
+        device, colon, name = part.rpartition(":")
+        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in BUILTIN_ENGINES else name}")
+    return ",".join(parts)
+
+
+def _check_names(backend: str) -> None:
+    """Raises ValueError if torch knows no backend of a name, and finds none by an entry point."""
+    known = {*Backend.backend_list, *(each.name for each in entry_points(group="torch.distributed.backends"))}
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            short = ", ".join(map(repr, sorted(BUILTIN_ENGINES)))
+            raise ValueError(
+                f"there is no backend {name!r}: give {short}, as in 'cpu:shm,cuda:nccl', or a backend that is "
+                "registered with torch, or None for the best for each device"
+            )
+
+
+def _timedelta(timeout: Timeout) -> timedelta:
+    return timedelta(seconds=to_seconds(timeout))
+
+
+def _close(found: Rendezvous, root: PrefixStore) -> None:
+    root.close()
+    found.close()

@@ -1,0 +1,315 @@
+"""The process group that users and torch hold.
+
+ProcessGroup is a subclass of torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and others run on it.
+Its methods turn each operation into a CollectiveCall (collectives.py, point_to_point.py); a GroupCore has an
+engine carry it out; the caller gets a GroupWork.
+
+A group that nobody has shut down ends after its last reference is gone. A group that is formed anew gets other
+ranks, and another GroupCore, but stays the same object.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from ...torch_internals import set_group_ranks
+from ..debug.store_barrier import StoreBarrier
+from ..engines.base import Engine
+from ..engines.collective_call import CollectiveCall
+from ..reconfigure.handles import GroupHandle
+from ..stores.base import Timeout, to_seconds
+from ..torch_types import TorchStore
+from .backend_interface import BackendInterface
+from .core import GroupCore
+from .member import GroupMember
+from .options import GroupOptions
+from .work import GroupWork
+
+__all__ = ["ProcessGroup"]
+
+
+@final
+class ProcessGroup(BackendInterface):
+    """A process group on gradwire's engines.
+
+    Made by torch.distributed's init_process_group and new_group for the backends that gradwire registers.
+
+    Args:
+        core: the group's parts, which the group closes.
+        make_subgroup: makes a group of some of this group's ranks, with this name, timeout and options. All of
+            these ranks call it together.
+        member: this process's membership, whose ranks can change.
+    """
+
+    def __init__(
+        self,
+        core: GroupCore,
+        make_subgroup: "Callable[[GroupMember, Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
+        member: GroupMember,
+    ) -> None:
+        super().__init__(core.rank, core.size)
+        self._make_subgroup = make_subgroup
+        self._member = member
+        self._use_core(core)
+
+    def _use_core(self, core: GroupCore) -> None:
+        self._core = core
+        self._store_barrier = StoreBarrier(core.store, core.rank, core.global_ranks)
+        self._finalizer = weakref.finalize(self, core.close_in_background)
+        self._finalizer.atexit = False  # at interpreter exit the failure detector tells the other ranks
+
+    def engine(self, device_type: str) -> Engine:
+        """Returns the engine for a type of device.
+
+        The first call for a device makes the engine, so all ranks must make that call together.
+        """
+        return self._core.engine(device_type)
+
+    def start(self, call: CollectiveCall) -> GroupWork | None:
+        """Starts an operation on the engine of the tensors' device.
+
+        Returns None if the caller asked to wait; the operation is then done.
+        """
+        pending = self._core.start(call)
+        if call.options.is_sync:
+            return None
+        devices = _accelerators(call) if self._core.engine(call.device.type).uses_streams else ()
+        return GroupWork(call.name, call.result, pending, devices, group=self)
+
+    def abort(self) -> None:
+        """Ends this rank's operations in flight with GroupAbortedError. The other ranks notice that it left."""
+        self._core.abort()
+
+    def shutdown(self) -> None:
+        """Releases what the group holds. Operations still in flight raise GroupAbortedError."""
+        self._finalizer.detach()
+        self._core.shutdown()
+
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the group has shut down, or has ended after its last reference was dropped."""
+        self._core.add_close_callback(callback)
+
+    def flight_record(self) -> dict[str, Any]:
+        """Returns the group and the last operations in its flight recorder, as JSON values."""
+        return self._core.flight_record()
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the group, which every operation raises; None while the group works.
+
+        torch's C++, such as DDP's, raises only its text, as a RuntimeError.
+        """
+        return self._core.failure
+
+    # Changes of the ranks, under the names of torch 2.14.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can be formed anew."""
+        return not self._member.cannot_reconfigure
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the text by which the other members name this process in `reconfigure`."""
+        return self._handle().to_text()
+
+    def reconfigure(self, opts: Any) -> GroupWork:
+        """Forms the group anew with other members, who all call this; see gradwire.c10d.reconfigure.
+
+        Args:
+            opts: a ReconfigureOptions, gradwire's or torch's.
+        """
+        self._member.use_uuid(opts.uuid)
+        return self._reconfigure(f"uuid/{opts.uuid}", opts.handles, opts.timeout, opts.hints)
+
+    def rendezvous_reconfigure(
+        self, *, timeout: Timeout | None, min_size: int | None, max_size: int | None, window: Timeout
+    ) -> tuple[int, list[str]]:
+        """Agrees with all who call this on the members of a group; see gradwire.c10d.rendezvous_reconfigure."""
+        least = min_size if min_size is not None else (1 if self._core.size > 0 else 2)
+        if least < 1 or (max_size is not None and max_size < least):
+            raise ValueError(
+                f"min_size is {least} and max_size {max_size}: give at least 1, and max_size no less than min_size"
+            )
+        return self._member.agree(
+            self._handle(),
+            min_size=least,
+            max_size=max_size,
+            window_s=to_seconds(window),
+            timeout_s=self._timeout_s(timeout),
+        )
+
+    def reconfigure_by_agreement(
+        self,
+        *,
+        timeout: timedelta | None,
+        hints: Mapping[str, str],
+        min_size: int | None,
+        max_size: int | None,
+        window: Timeout,
+    ) -> GroupWork:
+        """Forms the group anew with all who call this; see gradwire.c10d.reconfigure."""
+        number, handles = self.rendezvous_reconfigure(
+            timeout=timeout, min_size=min_size, max_size=max_size, window=window
+        )
+        return self._reconfigure(f"round/{number}", handles, timeout, hints)
+
+    def _reconfigure(
+        self, key: str, handles: Collection[str], timeout: Timeout | None, hints: Mapping[str, str]
+    ) -> GroupWork:
+        if hints:
+            raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
+        core = self._member.reconfigure(key, handles, self._timeout_s(timeout))
+        self._finalizer.detach()
+        self._use_core(core)
+        set_group_ranks(self, core.global_ranks)
+        return GroupWork("reconfigure", [], None)
+
+    def _handle(self) -> GroupHandle:
+        return self._member.handle(is_default_group=self is dist.group.WORLD)
+
+    def _timeout_s(self, timeout: Timeout | None) -> float:
+        return self.timeout.total_seconds() if timeout is None else to_seconds(timeout)
+
+    # Methods and properties that torch calls.
+
+    def rank(self) -> int:
+        """Returns this process's rank in the group; -1 if the group has no ranks yet."""
+        return self._core.rank
+
+    def size(self) -> int:
+        """Returns the number of ranks; -1 if the group has none yet."""
+        return self._core.size
+
+    def getRank(self) -> int:  # noqa: N802
+        """Returns `rank()`, for torch's C++."""
+        return self._core.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Returns `size()`, for torch's C++."""
+        return self._core.size
+
+    @property
+    def options(self) -> GroupOptions:
+        """The options with which the group was made."""
+        return self._core.options
+
+    def split_group(  # type: ignore[override]  # returns None on ranks that are not in the new group
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: GroupOptions | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> "ProcessGroup | None":
+        """Makes a group of some of this group's ranks, which all of them must call. torch's split_group calls it.
+
+        Args:
+            ranks: ranks in this group.
+            timeout: default timeout of the new group's operations; this group's if None.
+            opts: this group's options if None.
+            group_name: a name that no other part of this group has had.
+            group_desc: a description for people.
+            device_types: devices of the new group's tensors; this group's if None. Engines are made on first use.
+
+        Returns:
+            The new group; None on ranks that are not in it.
+        """
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"part {sorted(ranks)} of {self._core.name}"
+        subgroup = self._make_subgroup(
+            self._member, ranks, name, timeout or self._core.timeout, opts or self._core.options
+        )
+        subgroup._set_group_name(name)
+        subgroup._set_group_desc(group_desc or "undefined")
+        subgroup.expected_devices = self._device_types if device_types is None else device_types
+        return subgroup
+
+    def monitored_barrier(
+        self,
+        timeout: Timeout | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        """Waits until all ranks have called it, as barrier does, but through the group's store.
+
+        Args:
+            timeout: a timedelta or seconds; the group's timeout if None.
+            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording
+                too.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
+                every absent rank.
+        """
+        self._core.require_own_process()
+        self._store_barrier.wait(self._timeout_s(timeout), wait_all_ranks=wait_all_ranks)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Returns how many collectives this rank has called."""
+        return self._core.collective_count()
+
+    def _wait_for_pending_works(self) -> None:
+        """Waits until the operations in flight, except receives, have finished, successfully or not."""
+        self._core.wait_for_operations()
+
+    @property
+    def timeout(self) -> timedelta:
+        """Default timeout of operations."""
+        return self._core.timeout
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The rank in the default group of each rank of this group. Errors name ranks by it."""
+        return self._core.global_ranks
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Returns the name under which the group's backend is registered."""
+        return self._core.backend
+
+    def get_group_store(self) -> TorchStore:
+        """Returns the store of this group."""
+        return self._core.store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the default timeout of later operations.
+
+        Raises:
+            ValueError: `timeout` is not positive.
+        """
+        if timeout <= timedelta(0):
+            raise ValueError(f"the timeout is {timeout}: give a positive timedelta")
+        self._core.set_timeout(timeout)
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name under which torch registers the group."""
+        return self._core.name
+
+    @property
+    def group_desc(self) -> str:
+        """The description that was given when the group was made."""
+        return self._core.description
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Returns `group_name`, for torch's C++."""
+        return self._core.name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Returns `group_desc`, for torch's C++."""
+        return self._core.description
+
+    def _set_group_name(self, name: str) -> None:
+        self._core.set_name(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        self._core.description = description
+
+
+def _accelerators(call: CollectiveCall) -> list[torch.device]:
+    """Returns the devices of the call's tensors that have streams."""
+    return list({tensor.device for tensor in (*call.inputs, *call.outputs) if tensor.device.type != "cpu"})

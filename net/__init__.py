@@ -1,0 +1,1 @@
+"""What c10d and rpc stand on: addresses, sockets, credentials, the event loop of gRPC, and what forks inherit."""
