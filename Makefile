@@ -80,8 +80,8 @@ all_gathers: $(READY)  ## all_gathers in which workers die and are late: 100 ran
 
 stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each, and logs with each byte damaged
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
-	    $(BIN)/python -m pytest tests/c10d/test_store_processes.py -k "atomic or gloo" --durations 0
-	GRADWIRE_STORE_STEP=1 $(BIN)/python -m pytest tests/c10d/test_store_logs.py
+	    $(BIN)/python -m pytest tests/c10d/stores/test_store_processes.py -k "atomic or gloo" --durations 0
+	GRADWIRE_STORE_STEP=1 $(BIN)/python -m pytest tests/c10d/stores/test_store_logs.py
 
 fuzz: $(READY)        ## parsers of bytes from others: 1,000,000 random inputs
 	$(BIN)/python -m tests.fuzz
@@ -104,12 +104,12 @@ $(VENV)/.long: $(READY) requirements-long.txt
 
 operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations
-	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.operations
-	$(BIN)/python -m tests.c10d.open_mpi 4 -m tests.c10d.operations
+	$(BIN)/python -m tests.c10d.engines.open_mpi 2 -m tests.c10d.operations
+	$(BIN)/python -m tests.c10d.engines.open_mpi 4 -m tests.c10d.operations
 
 huge: $(READY)        ## tensors of more than 2 GiB on every engine: 18 GiB of memory, a quarter of an hour
 	$(BIN)/python -m tests.c10d.huge
-	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.huge
+	$(BIN)/python -m tests.c10d.engines.open_mpi 2 -m tests.c10d.huge
 
 lint: $(READY)   ## style and types of the package
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ PRELOAD_FOR_WORKERS = [
     "tests.fixtures",
     "tests.rpc.channels.segments",
     "tests.c10d.members",
-    "tests.c10d.trainings",
+    "tests.c10d.groups.trainings",
     "tests.huge_pages",  # the last: moves what the others have loaded
 ]
 """Modules that workers get besides, since nearly all of them need these.

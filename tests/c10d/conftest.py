@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from gradwire.c10d import Store
 
-from tests.c10d.stores import KINDS, Opened, open_here
+from tests.c10d.stores.kinds import KINDS, Opened, open_here
 from tests.workers import Worker
 
 

@@ -21,7 +21,7 @@ MIB = 2**20
 JOIN_TIMEOUT = timedelta(seconds=300)
 """Of forming a group, and of its operations unless a test says otherwise. Tests end before that."""
 
-TEST_ENGINES = {"fake_nccl": "tests.c10d.fake_nccl", "slow_store": "tests.c10d.store_engine"}
+TEST_ENGINES = {"fake_nccl": "tests.c10d.engines.fake_nccl", "slow_store": "tests.c10d.store_engine"}
 """The modules that register engines of the tests, by backend."""
 
 opened: list[Any] = []

@@ -12,7 +12,7 @@ from gradwire.c10d import Credentials
 from gradwire.c10d.failure import detector as failure_detector
 from gradwire.c10d.failure.messages import DIED
 
-from tests.c10d.test_failure_detector import next_notice, start_detector
+from tests.c10d.failure.test_failure_detector import next_notice, start_detector
 from tests.certificates import TOKEN
 from tests.hostile.listeners import find_listeners
 from tests.remote_functions import add

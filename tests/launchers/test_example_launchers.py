@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples import parameter_server
-from tests.c10d import open_mpi
+from tests.c10d.engines import open_mpi
 from tests.certificates import TOKEN
 from tests.hosts import Network
 from tests.interpreters import Python

@@ -9,7 +9,7 @@ from gradwire.rpc.execution import scheduler
 from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
-from tests.rpc.interruption import UNINTERRUPTED, Interruption
+from tests.rpc.execution.interruption import UNINTERRUPTED, Interruption
 
 deleted: list[Any] = []
 

@@ -18,9 +18,9 @@ from gradwire.rpc.channels.bulk.parts import PART_BYTES
 
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
+from tests.rpc.agent.test_several_hosts import join_all, master
 from tests.rpc.channels.segments import channels_to
-from tests.rpc.interruption import ctrl_c_within
-from tests.rpc.test_several_hosts import join_all, master
+from tests.rpc.execution.interruption import ctrl_c_within
 from tests.stopped import stopped
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
 from tests.rpc.channels.segments import MIB, segments_in_use, used_bytes
-from tests.rpc.interruption import ctrl_c_within
+from tests.rpc.execution.interruption import ctrl_c_within
 
 ELEMENTS = MIB // 8
 """Of a tensor that travels in a segment."""

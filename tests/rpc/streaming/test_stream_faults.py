@@ -24,7 +24,8 @@ from gradwire.rpc.streaming.streams import Streams
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, event, set_event, wait_until
-from tests.rpc import links
+from tests.rpc.peers import links
+from tests.rpc.requests.test_flow_control import figures, limits
 from tests.rpc.streaming.generators import (
     after_event,
     count_to,
@@ -38,7 +39,6 @@ from tests.rpc.streaming.generators import (
     yields_an_item_that_does_not_pickle,
     yields_an_item_that_does_not_unpickle,
 )
-from tests.rpc.test_flow_control import figures, limits
 from tests.stopped import stopped
 
 MIB = 1 << 20

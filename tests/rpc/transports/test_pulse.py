@@ -17,9 +17,9 @@ from gradwire.rpc.transports.pulse import Pulse, PulseExchange
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
 from tests.remote_functions import add, wait_until
-from tests.rpc import links
 from tests.rpc.channels.segments import network
-from tests.rpc.links import LIVENESS
+from tests.rpc.peers import links
+from tests.rpc.peers.links import LIVENESS
 from tests.stopped import stopped
 
 MIB = 1 << 20

@@ -9,9 +9,9 @@ from gradwire.rpc.peers import link
 from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import add, wait_until
-from tests.rpc import links
-from tests.rpc.links import LIVENESS
-from tests.rpc.test_several_hosts import join_all, master
+from tests.rpc.agent.test_several_hosts import join_all, master
+from tests.rpc.peers import links
+from tests.rpc.peers.links import LIVENESS
 
 ROUND_TRIP_S = 0.3
 

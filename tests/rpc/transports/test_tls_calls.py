@@ -11,8 +11,8 @@ from gradwire.c10d import Credentials
 from gradwire.rpc.transports.tls_socket import TlsSocket
 
 from tests.remote_functions import identity, wait_until
+from tests.rpc.agent.test_several_hosts import call_all, join_all, master, train
 from tests.rpc.execution.test_waiting_threads import call_in_handler, nothing_is_pending, wait_and_interrupt
-from tests.rpc.test_several_hosts import call_all, join_all, master, train
 from tests.rpc.transports.test_transports import call_and_interrupt, network, transport_to
 from tests.rpc.transports.tls_pairs import TOKEN
 

@@ -15,7 +15,7 @@ from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import network
-from tests.rpc.interruption import ctrl_c_within
+from tests.rpc.execution.interruption import ctrl_c_within
 from tests.stopped import stopped
 
 
