@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 
 from ..errors import CredentialsError
 from ..net.security.issuing import Authority, Validity, key_pem
-from ..rpc.contracts.worker import check_worker_name
+from ..net.worker_names import problem_of_name
 
 __all__ = ["make_authority", "make_worker"]
 
@@ -54,10 +54,11 @@ def make_worker(
         The two files.
 
     Raises:
-        CredentialsError: the CA cannot be read, the files exist or cannot be written, or the CA ends before.
-        WorkerNameError: no worker can have this name.
+        CredentialsError: the CA cannot be read, the files exist or cannot be written, the CA ends before, or no
+            worker can have this name.
     """
-    check_worker_name(worker)
+    if problem := problem_of_name(worker):
+        raise CredentialsError(f"{problem}, but it is {worker!r}")
     issuer, validity = _read_authority(authority), Validity.days(days)
     if (end := issuer.certificate.not_valid_after_utc) < validity.end:
         raise CredentialsError(f"{days:g} days are too long: the CA in {str(authority)!r} is valid until {end}")

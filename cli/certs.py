@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..net.worker_names import problem_of_name
 from .examples import Group
 
 __all__ = ["command"]
@@ -15,6 +16,13 @@ CA_DAYS = 365.0
 WORKER_DAYS = 30.0
 MAX_DAYS = 36_500.0
 TOKEN_BYTES = 32
+
+
+def _check_name(_ctx: click.Context, _argument: click.Parameter, name: str) -> str:
+    if problem := problem_of_name(name):
+        raise click.BadParameter(f"{problem}, but it is {name!r}")
+    return name
+
 
 FOLDER = click.Path(path_type=Path)
 DAYS = click.FloatRange(0, MAX_DAYS, min_open=True)
@@ -72,7 +80,7 @@ def _ca(folder: Path, days: float) -> None:
     gradwire certs worker trainer0 --ca job --days 7
     """,
 )
-@click.argument("name")
+@click.argument("name", callback=_check_name)
 @click.option("--ca", "authority", metavar="DIR", type=FOLDER, required=True, help="The folder of the CA.")
 @click.option("--out", metavar="DIR", type=FOLDER, help="Where its files go; by default the folder of the CA.")
 @click.option("--days", type=DAYS, default=WORKER_DAYS, show_default=True, help="Days of validity.")
@@ -92,22 +100,21 @@ def _worker(*, name: str, authority: Path, out: Path | None, days: float, replac
     gradwire certs names trainer0          # for a CA of yours, which signs the certificates
     """,
 )
-@click.argument("name")
+@click.argument("name", callback=_check_name)
 def _names(name: str) -> None:
     """Prints the DNS names that the certificate of the worker NAME has."""
     with _refusals():
         from ..net.security.names import host_names
-        from ..rpc.contracts.worker import check_worker_name
 
-        click.echo("\n".join(host_names(check_worker_name(name))))
+        click.echo("\n".join(host_names(name)))
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Context manager that shows why credentials cannot be made, in one line."""
-    from ..errors import CredentialsError, WorkerNameError
+    from ..errors import CredentialsError
 
     try:
         yield
-    except (CredentialsError, WorkerNameError) as error:
+    except CredentialsError as error:
         raise click.ClickException(str(error)) from None

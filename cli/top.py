@@ -26,18 +26,22 @@ def command(url: str, interval: float, *, once: bool) -> None:
     is found where the worker runs on this host as your user, or where the credentials of the job have a token.
     Otherwise, GRADWIRE_VIEW_KEY has to be the key.
     """
-    from ..errors import GradwireError
-    from ..net.security import Credentials
-    from ..rpc.contracts.view import INSTALL_VIEW
     from ..view.client import PageClient
 
     try:
         from ..view.top import show
     except ImportError as error:
+        from ..rpc.contracts.view import INSTALL_VIEW
+
         raise click.ClickException(f"this needs {error.name}: {INSTALL_VIEW}") from None
+    credentials = None
     try:
-        show(PageClient(url, Credentials.from_environment()), interval=interval, once=once)
+        if url.startswith("https:"):
+            from ..net.security import Credentials
+
+            credentials = Credentials.from_environment()
+        show(PageClient(url, credentials), interval=interval, once=once)
     except KeyboardInterrupt:
         pass
-    except (GradwireError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a CredentialsError is a ValueError
         raise click.ClickException(str(error)) from None

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.contracts.messages import MessageType
 from ..rref.methods import method_of_call
 from ..view.names import FUNCTION_KINDS, OPERATIONS, function_name, operation_key

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from ..errors import RpcError
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.contracts.agent import Destination, RpcAgent, current_agent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 
 __all__ = ["MAX_BYTES", "MAX_CALLS", "MIN_BYTES", "MOST_BYTES", "Call", "Recording", "Run", "decode", "encode"]
 

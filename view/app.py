@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import RpcError, UnknownWorkerError
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from .keys import PageKey
 from .metrics import METRICS_TYPE, metrics

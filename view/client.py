@@ -5,13 +5,13 @@ import json
 import os
 import ssl
 from contextlib import suppress
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
 
-from ..errors import RpcError
-from ..net.security.credentials import Credentials
-from ..net.security.names import SHARED_HOST_NAME
 from .keys import KEY_VARIABLE, LinkFile, PageKey
+
+if TYPE_CHECKING:  # it needs torch, which takes seconds
+    from ..net.security.credentials import Credentials
 
 __all__ = ["PageClient"]
 
@@ -22,6 +22,8 @@ class _Connection(http.client.HTTPSConnection):
     """A connection that demands the certificate of any process of the job."""
 
     def connect(self) -> None:
+        from ..net.security.names import SHARED_HOST_NAME
+
         http.client.HTTPConnection.connect(self)
         context: ssl.SSLContext = self._context  # type: ignore[attr-defined]
         self.sock = context.wrap_socket(self.sock, server_hostname=SHARED_HOST_NAME)
@@ -31,7 +33,7 @@ class _Connection(http.client.HTTPSConnection):
 class PageClient:
     """Asks the page at one URL."""
 
-    def __init__(self, url: str, credentials: Credentials | None, timeout: float = 10.0) -> None:
+    def __init__(self, url: str, credentials: "Credentials | None", timeout: float = 10.0) -> None:
         """Connects to nothing yet.
 
         Args:
@@ -42,7 +44,7 @@ class PageClient:
 
         Raises:
             ValueError: this is no URL of a page, or it has a key.
-            RpcError: the job's credentials are missing.
+            ConnectionError: the job's credentials are missing.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
@@ -58,7 +60,7 @@ class PageClient:
         key = os.environ.get(KEY_VARIABLE, "")
         if parts.scheme == "https":
             if credentials is None:
-                raise RpcError("the view is encrypted: set the credentials of the job, as by GRADWIRE_TOKEN")
+                raise ConnectionError("the view is encrypted: set the credentials of the job (GRADWIRE_TOKEN)")
             self._context = credentials.identity().client_context()
             if not key and credentials.token is not None:
                 key = PageKey(credentials).text
@@ -71,7 +73,7 @@ class PageClient:
         """Returns the state of the job.
 
         Raises:
-            RpcError: the page cannot be reached, or refuses the key.
+            ConnectionError: the page cannot be reached, or refuses the key.
         """
         connection: http.client.HTTPConnection
         if self._context is None:
@@ -84,11 +86,11 @@ class PageClient:
             text = answer.read(MAX_ANSWER_BYTES)
             found = json.loads(text) if answer.status == 200 else None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RpcError(f"the view at {self._host}:{self._port} does not answer: {error}") from error
+            raise ConnectionError(f"the view at {self._host}:{self._port} does not answer: {error}") from error
         finally:
             connection.close()
         if not isinstance(found, dict):
             needs_key = f"it needs its key: set {KEY_VARIABLE} to the one in the link that its worker has written"
             reason = needs_key if answer.status == 403 else f"status {answer.status}"
-            raise RpcError(f"the view at {self._host}:{self._port} refuses: {reason}")
+            raise ConnectionError(f"the view at {self._host}:{self._port} refuses: {reason}")
         return found

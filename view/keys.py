@@ -4,11 +4,13 @@ import hmac
 import os
 import secrets
 from contextlib import suppress
-from typing import final
+from typing import TYPE_CHECKING, final
 from urllib.parse import parse_qs, urlsplit
 
-from ..net.security.credentials import Credentials
 from ..net.user_sockets import SocketDirectory
+
+if TYPE_CHECKING:  # it needs torch, which takes seconds
+    from ..net.security.credentials import Credentials
 
 __all__ = ["KEY_PARAMETER", "KEY_VARIABLE", "LinkFile", "PageKey"]
 
@@ -25,7 +27,7 @@ PURPOSE = "view key"
 class PageKey:
     """The key of a page. All pages of a job with a token have the same key; others have random ones."""
 
-    def __init__(self, credentials: Credentials | None) -> None:
+    def __init__(self, credentials: "Credentials | None") -> None:
         """Args: credentials: of the job; None if it has none."""
         if credentials is not None and credentials.token is not None:
             self.text = credentials.derive_key(PURPOSE, KEY_BYTES).hex()

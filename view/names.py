@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.calls.sending import name_of
 from ..rpc.contracts.messages import CALL, MessageType
 from ..rpc.contracts.worker import WorkerInfo

@@ -7,7 +7,7 @@ import time
 from typing import Any, cast
 
 from ..errors import RpcError
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo

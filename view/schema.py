@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 
 __all__ = ["MAX_RANKS", "problem_of"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..autograd.extension import Autograd
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from ..rref.forks import References
 from .groups import process_groups

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from ..c10d.debug.call_site import is_in_library
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 
 __all__ = ["MAX_FRAMES", "MAX_THREADS", "current_line", "stacks"]
 

@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import RpcError
-from ..net.security.peer_text import printable
+from ..net.peer_text import printable
 from .client import PageClient
 from .waits import WAITS_FOR_THE_END
 
@@ -33,7 +32,7 @@ def show(client: PageClient, *, interval: float, once: bool) -> None:
         once: print it once instead.
 
     Raises:
-        RpcError: the page cannot be reached.
+        ConnectionError: the page cannot be reached.
     """
     console = Console()
     overview = client.overview()
@@ -45,7 +44,7 @@ def show(client: PageClient, *, interval: float, once: bool) -> None:
             time.sleep(interval)
             try:
                 live.update(render(client.overview()), refresh=True)
-            except RpcError as error:
+            except ConnectionError as error:
                 live.update(Text(printable(error, 500), style="red"), refresh=True)
 
 

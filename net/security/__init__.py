@@ -15,12 +15,12 @@ What listens records in an Audit who connects and who is let in.
 This package imports nothing of gradwire but errors.
 """
 
+from ..peer_text import printable, printable_lines
 from .audit import Audit, AuditEvent
 from .credentials import Credentials
 from .diagnosis import NO_CREDENTIALS_THERE, tls_problem
 from .identity import Identity
 from .names import SHARED_HOST_NAME, certified_names, grpc_certified_names, worker_host_name
-from .peer_text import printable, printable_lines
 
 __all__ = [
     "NO_CREDENTIALS_THERE",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Literal, final
 
-from .peer_text import printable
+from ..peer_text import printable
 
 __all__ = ["LOGGER", "WINDOW_S", "Audit", "AuditEvent", "EventKind"]
 

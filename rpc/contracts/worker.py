@@ -1,15 +1,12 @@
 """The identity of a worker."""
 
-import re
 from dataclasses import dataclass
 
 from ...errors import WorkerNameError
+from ...net.worker_names import problem_of_name
 from .exposure import message_value
 
 __all__ = ["WorkerInfo", "check_worker_name"]
-
-_NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
-_NAME_LIMIT = 128
 
 
 @message_value
@@ -43,12 +40,6 @@ def check_worker_name(name: object) -> str:
     Raises:
         WorkerNameError: it is not a string of 1 to 127 letters, digits, `-`, `_`, `:` or `.`.
     """
-    if not isinstance(name, str):
-        raise WorkerNameError(name, "A worker name must be a string")
-    if not name:
-        raise WorkerNameError(name, "A worker name must be non-empty")
-    if len(name) >= _NAME_LIMIT:
-        raise WorkerNameError(name, f"A worker name must be shorter than {_NAME_LIMIT} characters")
-    if not _NAME.fullmatch(name):
-        raise WorkerNameError(name, f"Worker name must match {_NAME.pattern}")
-    return name
+    if problem := problem_of_name(name):
+        raise WorkerNameError(name, problem)
+    return str(name)

@@ -14,8 +14,8 @@ import pytest
 from gradwire.c10d import FileStore
 from gradwire.errors import QueueEmptyError, StoreError, StoreTimeoutError
 
-from tests.c10d.stores.kinds import call, open_here
 from tests.c10d.stores import kinds as stores
+from tests.c10d.stores.kinds import call, open_here
 from tests.stopped import stopped
 
 

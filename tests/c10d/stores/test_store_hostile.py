@@ -21,8 +21,8 @@ from gradwire.errors import StoreError
 from gradwire.proto.v1 import store_pb2
 from gradwire.proto.v1.store_pb2 import Operation, Outcome
 
-from tests.c10d.stores.kinds import call, open_here
 from tests.c10d.stores import kinds as stores
+from tests.c10d.stores.kinds import call, open_here
 from tests.remote_functions import wait_until
 
 MIB = 2**20

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from gradwire.c10d import HashStore, Store
 from gradwire.errors import StoreTimeoutError
 
-from tests.c10d.stores.kinds import SHARED_STORES, call
 from tests.c10d.stores import kinds as stores
+from tests.c10d.stores.kinds import SHARED_STORES, call
 
 shared_stores = pytest.mark.parametrize("opened", SHARED_STORES, indirect=True)
 

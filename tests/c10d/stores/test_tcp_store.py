@@ -6,8 +6,8 @@ import pytest
 from gradwire.c10d import TCPStore
 from gradwire.errors import StoreError
 
-from tests.c10d.stores.kinds import call, open_here
 from tests.c10d.stores import kinds as stores
+from tests.c10d.stores.kinds import call, open_here
 
 
 @pytest.fixture
