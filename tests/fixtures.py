@@ -1,7 +1,7 @@
 """Fixtures for all tests: worker processes, alone and in groups, hosts, and agents in the test's own process."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,9 @@ def hosts(workers: Workers) -> Callable[..., Network]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the output and the stacks of a failed test's workers to its report."""
     report = yield
     for group in getattr(item, "funcargs", {}).values():

@@ -364,8 +364,9 @@ def _renew_thread_pool() -> None:
 
 def _fork_instead_of_spawn() -> None:
     """Makes multiprocessing fork the processes of this program, which it would start as new interpreters."""
-    multiprocessing.context.SpawnProcess._after_fork = staticmethod(_renew_thread_pool)
-    multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
+    spawned: Any = multiprocessing.context.SpawnProcess
+    spawned._after_fork = staticmethod(_renew_thread_pool)
+    spawned._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
     launch.spawn.__kwdefaults__["start_method"] = "fork"  # so that its store is in a process of its own
 
 

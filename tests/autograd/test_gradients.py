@@ -454,7 +454,7 @@ def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
             return functions.send(of, message_id, tensors)
 
         leaves = [torch.ones(3, 3, requires_grad=True), torch.eye(3).to_sparse().requires_grad_()]
-        before = [each._use_count() for each in leaves]
+        before = [each._use_count() for each in leaves]  # type: ignore[attr-defined]
         with patch("gradwire.autograd.context.send", send), autograd.context():
             rpc.rpc_sync("worker1", identity, (leaves,))
         return before, at_the_gate

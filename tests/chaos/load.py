@@ -337,7 +337,9 @@ class Load:
 
         return self.attempt("remote", to, action)
 
-    def _fetch(self, rref: "rpc.RRef[Any]", number: str, to: str) -> Any:
+    def _fetch(self, made: tuple["rpc.RRef[Any]", str], to: str) -> Any:
+        rref, number = made
+
         def action(_: str) -> Any:
             value = rref.to_here(TIMEOUT_S)
             _expect(value[0], number)
@@ -348,7 +350,7 @@ class Load:
     def _reference(self, rng: random.Random) -> None:
         to = self._other(rng)
         if (made := self._make(to)) is not FAILED:
-            self._fetch(*made, to)
+            self._fetch(made, to)
 
     def _pass_on(self, rng: random.Random) -> None:
         owner, third = rng.sample(self._others, 2)
@@ -369,7 +371,7 @@ class Load:
             self._check_kept(self._kept.pop(rng.randrange(KEPT)), must_live=False)
             return
         to = self._other(rng)
-        if (made := self._make(to)) is not FAILED and (value := self._fetch(*made, to)) is not FAILED:
+        if (made := self._make(to)) is not FAILED and (value := self._fetch(made, to)) is not FAILED:
             self._kept.append((made[0], value, to))
 
     def _check_kept(self, kept: tuple["rpc.RRef[Any]", tuple[str, str], str], *, must_live: bool) -> None:

@@ -95,7 +95,8 @@ def measure() -> Figures:
     process = psutil.Process()
     figures = Figures({name: count for name, count in counts().items() if count})
     for thread in threading.enumerate():
-        figures[name] = figures.get(name := f"thread {re.sub(r'[0-9]+', '#', thread.name)}", 0) + 1
+        name = f"thread {re.sub(r'[0-9]+', '#', thread.name)}"
+        figures[name] = figures.get(name, 0) + 1
     figures["threads"] = process.num_threads()
     for descriptor in os.listdir("/proc/self/fd"):
         try:

@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.rpc.policy.value_readers import make_reader
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from tests.compat.test_names import on_torch_names, torch_workers  # noqa: F401 - a fixture
@@ -196,7 +197,7 @@ def test_what_is_wrong_is_said(pair):
         with torch_rpc.api._use_rpc_pickler(CodePickler()):
             gone = type("Gone", (), {})
             gone.__module__ = "tests.remote_functions"
-            sys.modules["tests.remote_functions"].Gone = gone
+            vars(sys.modules["tests.remote_functions"])["Gone"] = gone
             with pytest.raises(RuntimeError, match="Gone"):
                 torch_rpc.rpc_sync("worker1", gone)
         reference = torch_rpc.remote("worker1", list)
@@ -213,7 +214,7 @@ def test_a_policy_refuses_calls_that_a_programs_pickler_has_made(torch_workers):
 
     def restrict(_):
         agent = rpc.contracts.agent.holder.get()
-        reader = rpc.policy.value_readers.make_reader(agent.info, rpc.Policy(accepts="plain"))
+        reader = make_reader(agent.info, rpc.Policy(accepts="plain"))
         agent._codec.values.unpack = reader.read
 
     b.run(on_torch_names, restrict)

@@ -158,9 +158,10 @@ def serve_store(port: int, path: str) -> None:
 
 
 def use_client(port: int) -> bytes:
-    kept.append(TCPStore("127.0.0.1", port, timeout=60))
-    kept[-1].set("key", "value")
-    return kept[-1].get("key")
+    store = TCPStore("127.0.0.1", port, timeout=60)
+    kept.append(store)
+    store.set("key", "value")
+    return store.get("key")
 
 
 @pytest.mark.parametrize("victim", [ROOT, SOMEBODY])

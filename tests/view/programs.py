@@ -53,7 +53,7 @@ def train(rounds, size):
 
 
 def release():
-    kept[-1].close()
+    kept[-1].close()  # type: ignore[attr-defined] # the contexts
     kept.clear()
 
 

@@ -296,8 +296,9 @@ def test_what_waits_or_is_not_confirmed_is_bounded():
     """It is not in the store, but in the memory of its server."""
     with (
         on_a_port(limits=StoreLimits(max_bytes=4000)) as master,
-        grpc.insecure_channel(f"127.0.0.1:{master.port}") as raw,
+        grpc.insecure_channel(f"127.0.0.1:{master.port}") as channel,
     ):
+        raw: Any = channel  # bytes, without serializers
         wait = Operation(kind=store_pb2.WAIT, keys=["k" * 3000], timeout_ms=60_000).SerializeToString()
         waiting = raw.unary_unary(EXECUTE).future(wait, timeout=60)
         wait_until(lambda: waiting_in(master) == 1)

@@ -54,7 +54,7 @@ def seen() -> dict[str, object]:
         "doc": __doc__,
         "package": __package__,
         "spec": __spec__ and (__spec__.name, __spec__.origin, __spec__.parent),
-        "loader": type(__loader__).__name__,
+        "loader": type(globals()["__loader__"]).__name__,
         "builtins": __builtins__ is builtins,
         "pickled": pickle.loads(pickle.dumps(Value(1))).number,
         "class": str(Value),

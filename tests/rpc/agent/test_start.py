@@ -56,7 +56,7 @@ class Place:
 def take_time() -> None:
     """Has this worker wait for others that take long, as they do on a busy machine."""
     start_barrier.HOST_LINGER_S = 40.0
-    sys.modules[rendezvous.__module__].RANK_CONFLICT_TIMEOUT_S = 40.0
+    vars(sys.modules[rendezvous.__module__])["RANK_CONFLICT_TIMEOUT_S"] = 40.0
 
 
 def close(store: Any) -> None:
@@ -447,8 +447,7 @@ def test_a_worker_that_ends_while_it_starts_holds_up_the_others_for_a_moment_onl
         os.kill(os.getpid(), signal.SIGKILL)
 
     def init(ends: bool, rank: int) -> list[str]:
-        grpc_backend = sys.modules[start_agent.__module__]
-        grpc_backend.MAX_READY_WAIT_S = 0.5
+        vars(sys.modules[start_agent.__module__])["MAX_READY_WAIT_S"] = 0.5
         if ends:
             GrpcAgent.open = end  # type: ignore[method-assign]
         options = rpc.RpcBackendOptions(init_method=url)

@@ -46,7 +46,8 @@ def outcome_of(call: Any, *expected: type[Exception], match: str = "") -> Outcom
     with pytest.raises(expected or RpcError, match=match) as caught:
         result = call()
         result.wait()
-    return caught.value.outcome
+    error: Any = caught.value
+    return error.outcome
 
 
 def test_errors_keep_their_outcome_when_they_travel():
@@ -287,7 +288,8 @@ def is_lost(name: str) -> bool:
 
 def test_a_call_whose_arguments_cannot_be_read(two_workers):
     def check() -> None:
-        module = sys.modules["only_here"] = ModuleType("only_here")
+        module: Any = ModuleType("only_here")
+        sys.modules["only_here"] = module
         module.function = type("function", (), {"__module__": "only_here", "__qualname__": "function"})
         with pytest.raises(SerializationError, match="only_here") as caught:
             rpc.rpc_sync("worker1", keep, (module.function,))
@@ -383,7 +385,7 @@ def test_a_call_that_was_not_sent_never_runs(workers, tmp_path):
     a, b = workers.rpc(2)
     log = tmp_path / "runs"
 
-    def call(pid: int) -> int:
+    def call(pid: int) -> None:
         outcomes = []
         blocks = fill_socket(pid)
         calls = [rpc.rpc_async("worker1", count_run, (str(log),), timeout=0.05 * (1 + i % 3)) for i in range(60)]

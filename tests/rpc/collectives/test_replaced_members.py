@@ -54,7 +54,8 @@ def replace(workers: Any, port: int) -> Callable[..., None]:
 
 
 def leader() -> RoundLeader:
-    return current_agent()._all_gather_service._leader
+    agent: Any = current_agent()
+    return agent._all_gather_service._leader
 
 
 def is_in_round() -> bool:

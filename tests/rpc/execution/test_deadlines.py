@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradwire import rpc
@@ -105,7 +106,8 @@ def wait_for_file(path: Path) -> None:
 
 
 def waiting_requests() -> dict[tuple[int, int], ServedCall]:
-    return rpc.api.current_agent()._server.calls.waiting
+    agent: Any = rpc.api.current_agent()
+    return agent._server.calls.waiting
 
 
 def count_queued() -> int:
@@ -155,7 +157,7 @@ def test_the_caller_is_told_that_it_has_not_begun(workers):
     a, b = group_with_one_thread(workers, 2)
 
     def call() -> None:
-        agent = rpc.api.current_agent()
+        agent: Any = rpc.api.current_agent()
         agent._caller._deadlines.add = lambda *_: None
         remote_functions.kept.append(rpc.rpc_async("worker1", keep, ("late",), timeout=0.2))
 
@@ -205,7 +207,8 @@ def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
         Server.arrive = note
 
     def age_the_call_that_waits() -> None:
-        pending = rpc.api.current_agent()._caller.in_flight
+        agent: Any = rpc.api.current_agent()
+        pending = agent._caller.in_flight
         wait_until(lambda: any(request.waits_since for request in list(pending.values())))
         (waiting,) = [request for request in pending.values() if request.state is State.QUEUED]
         waiting.waits_since -= 20  # as if it had begun to wait so long ago

@@ -407,7 +407,8 @@ def test_the_outcome_of_a_stream_that_a_shutdown_ends_is_unknown(workers):
 
         waiting = threading.Thread(target=wait_for_next)
         waiting.start()
-        wait_until(lambda: stream._consumer._changed._waiters)
+        changed: Any = stream._consumer._changed
+        wait_until(lambda: changed._waiters)
         rpc.shutdown(graceful=False)
         waiting.join(20)
         assert ends == [Outcome.UNKNOWN]

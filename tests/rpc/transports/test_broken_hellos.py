@@ -16,7 +16,7 @@ from gradwire.rpc.transports.grpc_calls import end_of_error
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode)[1:])
 def test_a_worker_refuses_with_a_status_that_no_broken_connection_has(code):
-    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core")
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core", None)
     is_broken = code.name in {"UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DEADLINE_EXCEEDED"}
     end = end_of_error(error, "10.0.0.1:5")
     assert end.cause is (LossCause.UNREACHABLE if is_broken else LossCause.REFUSED)

@@ -3,6 +3,7 @@
 import sys
 import threading
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.remote_functions import add, assert_clean, identity
+
+here: Any = sys
+"""What keeps values in a process."""
 
 
 @pytest.fixture
@@ -192,12 +196,12 @@ def test_a_reference_in_a_closure_keeps_its_value_alive(pair):
             held = rpc.remote("worker1", lambda: [1])
             return rpc.rpc_sync("worker1", lambda: lambda: held)
 
-        sys.kept = send()  # from here on the only one who refers to it
-        return sys.kept().to_here()
+        here.kept = send()  # from here on the only one who refers to it
+        return here.kept().to_here()
 
     def use():
-        assert sys.kept().to_here() == [1]
-        del sys.kept
+        assert here.kept().to_here() == [1]
+        del here.kept
 
     assert a.run(check) == [1]
     a.run(use)
@@ -206,13 +210,13 @@ def test_a_reference_in_a_closure_keeps_its_value_alive(pair):
         reference = rpc.remote("worker0", lambda: [2])
 
         def keep():
-            sys.kept = lambda: reference.to_here()
+            here.kept = lambda: reference.to_here()
 
         rpc.rpc_sync("worker1", keep)
 
     a.run(keep_there)
-    assert b.run(lambda: sys.kept()) == [2]
-    b.run(lambda: delattr(sys, "kept"))
+    assert b.run(lambda: here.kept()) == [2]
+    b.run(lambda: delattr(here, "kept"))
 
 
 def test_what_does_not_pickle_is_named(pair):
@@ -240,7 +244,7 @@ def test_policies_refuse_code(workers, accepts):
 
     def check():
         def mark():
-            sys.ran = True
+            here.ran = True
 
         for call in (rpc.rpc_sync, lambda *given: rpc.remote(*given).to_here()):
             with pytest.raises(PolicyError, match="it has code"):
@@ -252,7 +256,7 @@ def test_policies_refuse_code(workers, accepts):
         assert rpc.rpc_sync("worker1", add, (1, 2)) == 3
 
     a.run(check)
-    assert not b.run(lambda: hasattr(sys, "ran"))
+    assert not b.run(lambda: hasattr(here, "ran"))
     assert b.run(lambda: rpc.debug_info()["refused_messages"]["worker0"]) == 5
 
 
@@ -349,7 +353,7 @@ def test_namespaces_of_messages_are_apart():
 
     packer, bodies = Packer("cloudpickle"), []
     for number in range(3):
-        module = ModuleType(f"made{number}")
+        module: Any = ModuleType(f"made{number}")
         exec("def read():\n    return NUMBER", vars(module))  # noqa: S102
         module.NUMBER = number
         bodies.append(packer.pack(module.read, "it").body)

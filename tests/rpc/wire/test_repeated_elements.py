@@ -1,5 +1,7 @@
 """Tensors that repeat their elements, as expanded ones do: what is repeated is not sent, by whatever channel."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from gradwire import autograd, rpc
@@ -24,7 +26,7 @@ def small() -> Tensor:
     return torch.arange(16).expand(TIMES, 16)
 
 
-def numbers() -> "rpc.Stream[Tensor]":
+def numbers() -> Iterator[Tensor]:
     yield from (large(), windows(), small())
 
 
