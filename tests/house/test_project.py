@@ -37,7 +37,7 @@ def test_every_dependency_is_justified():
 
 
 def test_every_development_dependency_is_pinned():
-    files = (ROOT / f"requirements-{name}.txt" for name in ("dev", "long"))
+    files = (ROOT / f"requirements-{name}.txt" for name in ("demo", "dev", "long"))
     pins = [name for file in files for name in re.findall(r"^([A-Za-z0-9_.-]+)==", file.read_text(), re.M)]
     assert package_names(PROJECT["project"]["optional-dependencies"]["dev"]) <= set(pins)
 
