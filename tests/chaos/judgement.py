@@ -71,7 +71,6 @@ def find_leaks(figures: Mapping[str, Figures], before: Mapping[str, int]) -> lis
     """
     leaks = []
     for name, each in figures.items():
-        more_threads = max(0, _pooled_threads(each) - _pooled_threads(before))
         for kind, count in each.items():
             if kind.startswith(MUST_BE_ZERO):
                 allowed = 0
@@ -79,15 +78,11 @@ def find_leaks(figures: Mapping[str, Figures], before: Mapping[str, int]) -> lis
                 continue
             else:
                 allowed = before.get(kind, 0) + SLACK.get(kind, 0)
-                if kind == "fd eventfd":  # by which each of these threads waits for answers
-                    allowed += more_threads
+                if kind == "fd eventfd":  # by which each of these threads waits, from its first wait on
+                    allowed += sum(n for other, n in each.items() if other.startswith(POOLED_THREADS))
             if count > allowed:
                 leaks.append(f"{name}: {kind}: {count}, may be {allowed}")
     return leaks
-
-
-def _pooled_threads(figures: Mapping[str, int]) -> int:
-    return sum(count for kind, count in figures.items() if kind.startswith(POOLED_THREADS))
 
 
 def compare_gathers(lines: Iterable[str]) -> list[str]:
