@@ -15,12 +15,13 @@ would import it in place of Python's.
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import final
 
-__all__ = ["VARIABLE", "parse_levels", "set_level", "set_levels_from_environment"]
+__all__ = ["VARIABLE", "Tail", "parse_levels", "set_level", "set_levels_from_environment"]
 
 VARIABLE = "GRADWIRE_LOG"
 """The environment variable with levels by part."""
@@ -101,11 +102,45 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.setFormatter(logging.Formatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        own = logging.getLogger(ROOT_LOGGER)
-        loggers = [own, logging.getLogger()] if own.propagate else [own]
-        if not any(handler is not self for logger in loggers for handler in logger.handlers):
+        if not _program_has_handlers():
             self.stream = sys.stderr  # as it is now: programs replace it
             super().emit(record)
+
+
+@final
+class Tail(logging.Handler):
+    """Keeps the last warnings and errors that gradwire has logged, from its making until `close`."""
+
+    def __init__(self, count: int) -> None:
+        """Args: count: how many lines are kept."""
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self._lines: deque[tuple[float, str]] = deque(maxlen=count)
+        logging.getLogger(ROOT_LOGGER).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line; prints it where Python would do so if this handler were not there."""
+        self._lines.append((record.created, self.format(record)))
+        handlers = logging.getLogger(ROOT_LOGGER).handlers
+        is_printed = any(isinstance(each, _FallbackHandler) for each in handlers) or _program_has_handlers()
+        if not is_printed and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def lines(self) -> list[tuple[float, str]]:
+        """Returns the time of each line, in seconds since 1970, and the line; the oldest comes first."""
+        return list(self._lines)
+
+    def close(self) -> None:
+        """Keeps no more lines."""
+        logging.getLogger(ROOT_LOGGER).removeHandler(self)
+        super().close()
+
+
+def _program_has_handlers() -> bool:
+    """Returns whether there are handlers of the program's for what gradwire logs."""
+    own = logging.getLogger(ROOT_LOGGER)
+    loggers = [own, logging.getLogger()] if own.propagate else [own]
+    return any(not isinstance(each, _FallbackHandler | Tail) for logger in loggers for each in logger.handlers)
 
 
 def _logger_name(part: str) -> str:

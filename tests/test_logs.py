@@ -268,3 +268,23 @@ def test_ctrl_c_on_torchrun_shows_the_interrupts_of_the_program(python, tmp_path
         assert unindented(text) == ["Traceback (most recent call last):", "KeyboardInterrupt"], text
         assert not re.search(r"(?<![\w/])gradwire-", text)  # the names of threads
         assert "threading.py" not in text
+
+
+def test_the_last_lines_are_kept_and_printed_as_without(python):
+    program = """
+import logging
+from gradwire import logs
+
+tail = logs.Tail(2)
+log = logging.getLogger("gradwire.rpc.agent")
+for each in "abc":
+    log.warning(each)
+log.info("no warning")
+print([line for _, line in tail.lines()])
+tail.close()
+log.warning("d")
+print(len(tail.lines()))
+"""
+    done = python.run("-c", program)
+    assert done.stdout == "['WARNING gradwire.rpc.agent: b', 'WARNING gradwire.rpc.agent: c']\n2\n"
+    assert done.stderr == "a\nb\nc\nd\n"

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, final
 
+import psutil
+
+from ..logs import Tail
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType
@@ -22,6 +25,9 @@ EVENTS_S = 60.0
 
 MAX_EVENTS = 256
 
+LOG_LINES = 20
+"""Lines of the log that are shown."""
+
 
 @final
 class Viewing(Extension):
@@ -34,6 +40,9 @@ class Viewing(Extension):
         """Finds who waits for whom, when this worker asks the others."""
         self._lost: deque[str] = deque(maxlen=MAX_EVENTS)
         """The names of the workers that were lost, the last ones."""
+        self._log = Tail(LOG_LINES)
+        self._log.addFilter(lambda record: record.name != "gradwire.view")  # where the page is: who sees it knows
+        self._process: psutil.Process | None = None
         self._malformed: set[int] = set()
         """The workers whose last state was malformed, by wire id."""
 
@@ -73,7 +82,14 @@ class Viewing(Extension):
     def snapshot(self) -> dict[str, Any]:
         """Returns the state of this worker, as JSON values."""
         now = time.time()
-        return snapshot(self.agent, [each for each in list(self._events) if now - each["time"] < EVENTS_S])
+        if self._process is None:
+            self._process = psutil.Process()
+        events = [each for each in list(self._events) if now - each["time"] < EVENTS_S]
+        return snapshot(self.agent, self._process, events, self._log.lines())
+
+    def close(self) -> None:
+        """Keeps no more lines of the log."""
+        self._log.close()
 
     def is_news(self, worker: WorkerInfo, *, is_malformed: bool) -> bool:
         """Returns whether the state of a worker is malformed, and was not when it was asked before."""

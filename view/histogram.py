@@ -6,10 +6,15 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["MAX_BUCKETS", "Histogram"]
+__all__ = ["BOUNDS_S", "MAX_BUCKETS", "Histogram"]
 
 MAX_BUCKETS = 160
 """Buckets of a histogram; the last one begins at 18 minutes."""
+
+_BOUND_BITS = range(14, 36, 2)
+
+BOUNDS_S = tuple(2**bits / 1e9 for bits in _BOUND_BITS)
+"""The upper bounds, in seconds, of the buckets that are shown: 16 µs, 66 µs and so on, to 17 s."""
 
 MAX_PENDING = 256
 """Durations that are kept before they are counted, all at once: that takes a tenth of the time."""
@@ -91,12 +96,14 @@ class Histogram:
         self._count += other._count
         self._total_ns += other._total_ns
 
-    def as_json(self) -> dict[str, float | None]:
-        """Returns the quantiles that are shown, and the sum, in seconds."""
+    def as_json(self) -> dict[str, float | list[int] | None]:
+        """Returns the quantiles that are shown and the sum, in seconds, and how many were within each bound."""
+        totals = np.cumsum(self.counted())
         return {
             "total_s": self.total_ns / 1e9,
             "p50_s": self.quantile(0.5),
             "p99_s": self.quantile(0.99),
+            "within": [int(totals[4 * (bits - 1) - 1]) for bits in _BOUND_BITS],
         }
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
+from .histogram import BOUNDS_S
 
 __all__ = ["METRICS_TYPE", "metrics"]
 
@@ -72,6 +74,14 @@ def _of_workers(states: Json) -> Iterable[Metric]:
         ("owned_values", "Values that references name.", lambda s: s["references"]["values"]),
         ("autograd_contexts", "Distributed autograd contexts.", lambda s: s["contexts"]["count"]),
         ("lost_workers", "Workers that are lost for this one.", lambda s: len(s["lost"])),
+        ("cpu_percent", "Processor time of the process, of one core.", lambda s: s["process"]["cpu_percent"]),
+        ("memory_bytes", "Resident memory of the process.", lambda s: s["process"]["memory_bytes"]),
+        (
+            "gpu_memory_bytes",
+            "Device memory that the process has.",
+            lambda s: s["process"]["gpu_memory_bytes"],
+        ),
+        ("start_time_seconds", "When the process started, since 1970.", lambda s: s["process"]["started"]),
     ):
         gauge = GaugeMetricFamily(f"gradwire_{name}", text, labels=["worker"])
         for worker, state in states.items():
@@ -99,7 +109,7 @@ def _of_links(states: Json) -> Iterable[Metric]:
 
 def _of_calls(states: Json, side: str, key: str, label: str, active: str) -> Iterable[Metric]:
     labels = ["worker", label, "function"]
-    durations = SummaryMetricFamily(
+    durations = HistogramMetricFamily(
         f"gradwire_calls_{side}_seconds", f"Durations of calls that were {side}.", labels=labels
     )
     gauge = GaugeMetricFamily(
@@ -110,7 +120,13 @@ def _of_calls(states: Json, side: str, key: str, label: str, active: str) -> Ite
     found.sort(key=lambda pair: -pair[1]["count"])
     for worker, each in found[:MAX_SERIES]:
         values = [worker, each[key], each["function"]]
-        durations.add_metric(values, each["count"], each["duration"]["total_s"])
+        durations.add_metric(values, _buckets(each), each["duration"]["total_s"])
         gauge.add_metric(values, each[active])
         failed.add_metric(values, each["failed"] if "failed" in each else sum(each["failures"].values()))
     yield from (durations, gauge, failed)
+
+
+def _buckets(calls: Json) -> list[tuple[str, float]]:
+    """Returns the upper bounds of the buckets, and how many calls took no longer."""
+    within = zip(BOUNDS_S, calls["duration"]["within"], strict=True)
+    return [*((str(bound), count) for bound, count in within), ("+Inf", calls["count"])]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..net.peer_text import printable
+from .histogram import BOUNDS_S
 
 __all__ = ["MAX_RANKS", "problem_of"]
 
@@ -60,6 +61,15 @@ def _each(check: Check) -> Check:
     return check_list
 
 
+def _list_of(check: Check, length: int) -> Check:
+    def check_length(value: Any) -> str | None:
+        if (problem := _each(check)(value)) is not None:
+            return problem
+        return None if len(value) == length else f" has not {length} values"
+
+    return check_length
+
+
 def _by_name(check: Check) -> Check:
     def check_values(value: Any) -> str | None:
         if not isinstance(value, dict):
@@ -89,7 +99,10 @@ def _names(check: Check, *names: str) -> dict[str, Check]:
 
 
 _COUNTS = _by_name(_count)
-_DURATION = _with({"total_s": _number, **_names(_or_none(_number), "p50_s", "p99_s")})
+_DURATION = _with(
+    {"total_s": _number, **_names(_or_none(_number), "p50_s", "p99_s"), "within": _list_of(_count, len(BOUNDS_S))}
+)
+_LAST_ERROR = _or_none(_with({"time": _number, "text": _text}))
 _COLLECTIVE = _with(
     {**_names(_text, "operation", "state"), "number": _count, "since": _number, "call_site": _or_none(_text)}
 )
@@ -114,6 +127,9 @@ _STATE = _with(
     {
         "time": _number,
         "worker": _with({"host": _text, "at": _or_none(_text), "pid": _count}),
+        "process": _with(
+            {**_names(_number, "cpu_percent", "started"), **_names(_count, "memory_bytes", "gpu_memory_bytes")}
+        ),
         "links": _by_name(_with({"state": _text, "transport": _or_none(_text)})),
         "lost": _by_name(_text),
         "traffic": _with(
@@ -132,6 +148,7 @@ _STATE = _with(
                             **_names(_text, "function", "worker"),
                             **_names(_count, "count", "in_flight"),
                             "failures": _COUNTS,
+                            "last_error": _LAST_ERROR,
                             "duration": _DURATION,
                         }
                     )
@@ -141,6 +158,7 @@ _STATE = _with(
                         {
                             **_names(_text, "function", "caller"),
                             **_names(_count, "count", "running", "failed"),
+                            "last_error": _LAST_ERROR,
                             "duration": _DURATION,
                         }
                     )
@@ -177,6 +195,7 @@ _STATE = _with(
         ),
         "process_groups": _each(_group),
         "events": _each(_with({"time": _number, **_names(_text, "event", "worker", "reason")})),
+        "log": _each(_with({"time": _number, "text": _text})),
         "timeline": _by_name(_each(_number)),
     }
 )

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
+import torch
+
 from ..autograd.extension import Autograd
 from ..net.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
@@ -17,6 +20,9 @@ from .statistics import CallStatistics
 
 __all__ = ["VERSION", "snapshot"]
 
+MAX_LINE_CHARACTERS = 500
+"""Of a line of the log."""
+
 VERSION = 1
 """The version of the schema; it grows when a name is removed or changes its meaning."""
 
@@ -24,12 +30,19 @@ MAX_CONTEXTS = 256
 """Autograd contexts that are shown; the oldest ones."""
 
 
-def snapshot(agent: RpcAgent, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def snapshot(
+    agent: RpcAgent,
+    process: psutil.Process,
+    events: Sequence[Mapping[str, Any]],
+    log: Sequence[tuple[float, str]],
+) -> dict[str, Any]:
     """Returns the state of a worker.
 
     Args:
         agent: the worker's.
+        process: this process. Its processor time is that since it was asked before.
         events: what has happened to other workers lately.
+        log: the last lines of its log, and their times.
     """
     info = agent.debug_info()
     statistics = agent.extension(CallStatistics)
@@ -45,6 +58,7 @@ def snapshot(agent: RpcAgent, events: Sequence[Mapping[str, Any]]) -> dict[str, 
             "dynamic": agent.dynamic,
             "at": current_line(),
         },
+        "process": _process(process),
         "links": _links(info),
         "lost": dict(info["lost_workers"]),
         "traffic": {**{name: info[name] for name in _TRAFFIC}, "by_worker": info["traffic"]},
@@ -68,8 +82,22 @@ def snapshot(agent: RpcAgent, events: Sequence[Mapping[str, Any]]) -> dict[str, 
         "refused": dict(info["refused_messages"]),
         "audit": {name: dict(counts) for name, counts in info["audit"].items()},
         "events": [dict(each) for each in events],
+        "log": [{"time": when, "text": printable(text, MAX_LINE_CHARACTERS)} for when, text in log],
         "timeline": statistics.timeline(),
         "cuda": info["cuda"],
+    }
+
+
+def _process(process: psutil.Process) -> dict[str, Any]:
+    """Returns what a process uses of the machine."""
+    on_devices = 0
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        on_devices = sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+    return {
+        "cpu_percent": process.cpu_percent(),
+        "memory_bytes": process.memory_info().rss,
+        "gpu_memory_bytes": on_devices,
+        "started": process.create_time(),
     }
 
 

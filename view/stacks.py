@@ -22,7 +22,7 @@ _INSTALLED = f"{sysconfig.get_path('purelib')}{os.sep}"
 
 
 def stacks() -> list[dict[str, Any]]:
-    """Returns the stack of each thread that runs Python, as JSON values; the innermost frame is the last."""
+    """Returns the stack of each thread that runs Python, as JSON values; the innermost frame is the first."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     frames = sys._current_frames()
     found = []
@@ -63,4 +63,4 @@ def _frames(innermost: FrameType) -> list[dict[str, Any]]:
             }
         )
         frame = frame.f_back
-    return found[::-1]
+    return found

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Self, TypeVar, final
 
 from ..errors import Outcome
+from ..net.peer_text import printable
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
@@ -29,6 +31,9 @@ __all__ = ["CallStatistics", "view_of"]
 MAX_ARRIVALS = 1 << 16
 """Requests that wait for a thread and whose time of arrival is kept; that of further ones is not."""
 
+MAX_ERROR_CHARACTERS = 200
+"""Of the text of the last error of a function."""
+
 SERIES_PER_NAME = 8
 """Pairs of function and worker that are counted by themselves, for each of `max_names`."""
 
@@ -41,11 +46,27 @@ def view_of(agent: RpcAgent) -> View | None:
 class _Series(ABC):
     """The calls of one function between two workers."""
 
-    __slots__ = ("durations", "function", "peer")
+    __slots__ = ("durations", "function", "last_error", "peer")
 
     def __init__(self, function: str, peer: str) -> None:
         self.function, self.peer = function, peer
         self.durations = Histogram()
+        self.last_error: tuple[float, str] | None = None
+        """The time, in seconds since 1970, and the text of the last error."""
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Keeps the text of an error."""
+        if error is not None:
+            text = printable(f"{type(error).__name__}: {_first_line(error)}", MAX_ERROR_CHARACTERS)
+            self.last_error = time.time(), text
+
+    def merge_error(self, other: Self) -> None:
+        """Keeps the later one of the errors of two series."""
+        self.last_error = max(self.last_error, other.last_error, key=lambda each: each[0] if each else 0.0)
+
+    def error_as_json(self) -> dict[str, Any] | None:
+        """Returns the last error as JSON values; None if there was none."""
+        return None if self.last_error is None else {"time": self.last_error[0], "text": self.last_error[1]}
 
     @abstractmethod
     def merge(self, other: Self) -> None:
@@ -70,6 +91,7 @@ class _Sent(_Series):
     def merge(self, other: "_Sent") -> None:
         self.in_flight += other.in_flight
         self.failures.update(other.failures)
+        self.merge_error(other)
         self.durations.merge(other.durations)
 
     def as_json(self) -> dict[str, Any]:
@@ -79,6 +101,7 @@ class _Sent(_Series):
             "count": self.durations.count,
             "in_flight": self.in_flight,
             "failures": {outcome.name.lower(): self.failures[outcome] for outcome in Outcome},
+            "last_error": self.error_as_json(),
             "duration": self.durations.as_json(),
         }
 
@@ -97,6 +120,7 @@ class _Served(_Series):
 
     def merge(self, other: "_Served") -> None:
         self.failed += other.failed
+        self.merge_error(other)
         self.durations.merge(other.durations)
         self.queued.merge(other.queued)
 
@@ -108,6 +132,7 @@ class _Served(_Series):
             "count": ended,
             "running": max(self.queued.count - ended, 0),
             "failed": self.failed,
+            "last_error": self.error_as_json(),
             "queued": self.queued.as_json(),
             "duration": self.durations.as_json(),
         }
@@ -160,11 +185,12 @@ class CallStatistics(Extension):
             sent = self._find(self._known_sent, known, self._sent, _Sent, kind, value, worker)
         self._in_flight[identifier] = sent, perf_counter_ns()
 
-    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:  # noqa: ARG002
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
         """Counts a call that has failed."""
         if (found := self._in_flight.get(identifier)) is not None:
             with self._lock:
                 found[0].failures[outcome] += 1
+                found[0].note_error(error)
                 self._failed += 1
 
     def on_complete(self, identifier: int) -> None:
@@ -213,25 +239,26 @@ class CallStatistics(Extension):
         served.queued.add(began - arrived)
         try:
             result = run(message)
-        except BaseException:
-            self._end(served, began, failed=True)
+        except BaseException as error:
+            self._end(served, began, error)
             raise
         if type(result) is Deferred:
             result.future.add_done_callback(partial(self._end_later, served, message, began))
         else:
-            self._end(served, began, failed=message.failure is not None)
+            self._end(served, began, message.failure)
         return result
 
     def _end_later(
         self, served: _Served, message: Incoming, began: int, future: "concurrent.futures.Future[Any]"
     ) -> None:
-        failed = bool(future.cancelled() or future.exception() or message.failure)
-        self._end(served, began, failed=failed)
+        error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
+        self._end(served, began, error or message.failure)
 
-    def _end(self, served: _Served, began: int, *, failed: bool) -> None:
-        if failed:
+    def _end(self, served: _Served, began: int, error: BaseException | None) -> None:
+        if error is not None:
             with self._lock:
                 served.failed += 1
+                served.note_error(error)
         served.durations.add(perf_counter_ns() - began)
 
     # Both.
@@ -331,6 +358,14 @@ def _key_of(kind: MessageType.ValueType, value: Any) -> Any:
     function = value[0]
     owner = getattr(function, "__self__", None) if type(function) is BuiltinFunctionType else None
     return function if isinstance(owner, ModuleType | type) else None  # others may have an `__eq__` of their own
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns the first line of the text of an error, which is the program's, and may fail."""
+    try:
+        return str(error).partition("\n")[0]
+    except Exception:
+        return "its text cannot be read"
 
 
 def _merged(series: Iterable[S]) -> list[S]:

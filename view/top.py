@@ -1,8 +1,15 @@
 """The state of a job in a terminal."""
 
+import contextlib
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,23 +20,85 @@ from ..net.peer_text import printable
 from .client import PageClient
 from .waits import WAITS_FOR_THE_END
 
-__all__ = ["render", "show"]
+__all__ = ["Choice", "render", "show"]
 
 Json = Mapping[str, Any]
+Row = Sequence[str | Text]
 
-MAX_CALLS = 20
-"""Series of calls that are shown: those that were called most."""
+MIN_TEXT_WIDTH = 14
+"""Characters of a column of texts, at least, if its texts are as long: longer ones are cut in a narrow window."""
+
+MIN_ROWS = 2
+"""Rows that each table has at least, in a window that is too small for all of them."""
+
+FRAME_LINES = 3
+"""Lines of a table besides its rows: a blank one, the names of the columns, and what is said of more rows."""
+
+KEYS = "q quit  a all tables  w f c l s one of them  ↑↓ scroll  o order of calls"
+
+ORDERS: Mapping[str, Callable[[Json], float]] = {
+    "ended": lambda call: call["count"],
+    "p99": lambda call: call["duration"]["p99_s"] or 0.0,
+    "failed": lambda call: sum(call["failures"].values()),
+}
+"""By what calls may be ordered, the largest first."""
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is shown.
+
+    height: lines of the window; None for all rows, however many there are.
+    width: characters of a line; None for all columns.
+    only: the first letter of the one table that is shown; empty for all.
+    first: the row that comes first.
+    order: one of ORDERS.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    only: str = ""
+    first: int = 0
+    order: str = "ended"
+
+    def after(self, key: str) -> "Choice":
+        """Returns what is shown after a key."""
+        match key:
+            case "w" | "c" | "f" | "l" | "s":
+                return replace(self, only=key, first=0)
+            case "a":
+                return replace(self, only="", first=0)
+            case "\x1b[A" | "k":
+                return replace(self, first=max(0, self.first - 1))
+            case "\x1b[B" | "j":
+                return replace(self, first=self.first + 1)
+            case "o":
+                names = list(ORDERS)
+                return replace(self, order=names[(names.index(self.order) + 1) % len(names)])
+        return self
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A table: its name, of which the first letter is its key, its columns, and its rows."""
+
+    name: str
+    texts: Sequence[str]
+    numbers: Sequence[str]
+    rows: Sequence[Row]
+
+
 def show(client: PageClient, *, interval: float, once: bool) -> None:
-    """Shows the state of a job until Ctrl-C.
+    """Shows the state of a job until Ctrl-C, or the key q.
 
     Args:
         client: asks for it.
         interval: seconds between two questions.
-        once: print it once instead.
+        once: print it once instead, with all rows.
 
     Raises:
         ConnectionError: the page cannot be reached.
@@ -39,29 +108,112 @@ def show(client: PageClient, *, interval: float, once: bool) -> None:
     if once:
         console.print(render(overview))
         return
-    with Live(render(overview), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            try:
-                live.update(render(client.overview()), refresh=True)
-            except ConnectionError as error:
-                live.update(Text(printable(error, 500), style="red"), refresh=True)
+    choice = Choice(console.height, console.width)
+    asked = time.monotonic()
+    with (
+        _keys() as next_key,
+        Live(render(overview, choice), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while (key := next_key(max(0.0, asked + interval - time.monotonic()))) != "q":
+            choice = replace(choice.after(key), height=console.height, width=console.width)
+            if not key:
+                asked = time.monotonic()
+                try:
+                    overview = client.overview()
+                except ConnectionError as error:
+                    live.update(Text(printable(error, 500), style="red"), refresh=True)
+                    continue
+            live.update(render(overview, choice), refresh=True)
 
 
-def render(overview: Json) -> RenderableType:
-    """Returns what is shown of the state of a job."""
-    return Group(*_parts(overview))
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Context manager in which keys are read one by one: yields a function that waits so many seconds for one."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def next_key(seconds: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], seconds)
+        return os.read(terminal, 8).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(terminal)
+        yield next_key
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def _parts(overview: Json) -> Iterator[RenderableType]:
-    count = _count(len(overview["workers"]))
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+def render(overview: Json, choice: Choice | None = None) -> RenderableType:
+    """Returns what is shown of the state of a job: by default all of it."""
+    choice = choice or Choice()
+    head = [*_head(overview)]
+    sections = [each for each in _sections(overview, choice) if each.rows and choice.only in ("", each.name[0])]
+    counts = _rows_each(sections, choice, len(head))
+    tables = [_table(each, choice, count) for each, count in zip(sections, counts, strict=True)]
+    foot = [] if choice.height is None else [Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis")]
+    return Group(*head, *tables, *foot)
+
+
+def _rows_each(sections: Sequence[_Section], choice: Choice, head: int) -> list[int]:
+    """Returns how many rows of each table fit into the window: as many of each, as far as it has them."""
+    wanted = [len(each.rows) for each in sections]
+    if choice.height is None:
+        return wanted
+    left = choice.height - head - 1 - FRAME_LINES * len(sections)
+    given = [min(each, MIN_ROWS) for each in wanted]
+    while sum(given) < left and given != wanted:
+        index = min((i for i in range(len(given)) if given[i] < wanted[i]), key=lambda i: given[i])
+        given[index] += 1
+    return given
+
+
+def _table(section: _Section, choice: Choice, count: int) -> RenderableType:
+    """Returns a table with so many of its rows, and says how many there are above and below."""
+    first = max(0, min(choice.first, len(section.rows) - count))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    names, rows = (*section.texts, *section.numbers), section.rows[first : first + count]
+    widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=False)]
+    texts = len(section.texts)
+    for name, width in zip(section.texts, widths, strict=False):
+        least = min(width, MIN_TEXT_WIDTH)
+        table.add_column(name, no_wrap=choice.height is not None, overflow="ellipsis", min_width=least)
+    shown = _fitting(widths, texts, choice.width)
+    for name, width in zip(names[texts:shown], widths[texts:shown], strict=True):
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row[:shown])
+    after = len(section.rows) - first - count
+    more = [f"{first} above"] * bool(first) + [f"{after} more {section.name}"] * bool(after)
+    more += [f"in a wider window: {', '.join(names[shown:])}"] * (shown < len(names))
+    return Group(Text(), table, Text("; ".join(more), style="yellow")) if more else Group(Text(), table)
+
+
+def _fitting(widths: Sequence[int], texts: int, available: int | None) -> int:
+    """Returns how many columns fit, if those of texts are as narrow as they may be."""
+    if available is None:
+        return len(widths)
+    used, shown = sum(min(each, MIN_TEXT_WIDTH) + 1 for each in widths[:texts]), texts
+    while shown < len(widths) and used + widths[shown] <= available:
+        used += widths[shown] + 1
+        shown += 1
+    return shown
+
+
+def _head(overview: Json) -> Iterator[Text]:
+    workers = overview["workers"]
+    count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
     yield Text(f"{count}, asked by {printable(overview['asked_by'])} in {overview['seconds']:.2f} s")
     yield _rates(overview["timeline"])
     for wait in overview["waits"]:
         yield from _wait(wait, overview)
-    yield _workers(overview)
-    if (calls := _calls(overview)) is not None:
-        yield calls
 
 
 def _rates(timeline: Json) -> Text:
@@ -90,70 +242,137 @@ def _wait(wait: Json, overview: Json) -> Iterator[Text]:
             yield Text(f"  {printable(name)} is at {printable(wait['missing_at'][name], 500)}")
 
 
-def _count(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
+def _sections(overview: Json, choice: Choice) -> Iterator[_Section]:
+    states = [(each["name"], each["state"]) for each in overview["workers"] if each["state"] is not None]
+    usage = ("up", "CPU", "memory", "running", "queued", "unanswered", "sent", "received", "values")
+    yield _Section("workers", ("worker", "state"), usage, [*_workers(overview)])
+    errors = ("last error", "function", "caller", "callee")
+    yield _Section("failures", errors, ("times", "ago"), _failures(overview))
+    durations = ("ended", "in flight", "failed", "p50", "p99")
+    yield _Section("calls", ("caller", "callee", "function"), durations, _calls(states, choice.order))
+    yield _Section("links", ("from", "to", "link"), ("messages", "bytes", "in flight"), [*_links(states)])
+    counts = ("produced", "consumed", "not acknowledged", "not read")
+    yield _Section("streams", ("worker",), counts, [*_streams(states)])
 
 
-def _workers(overview: Json) -> Table:
-    table = _table(
-        "worker", "state", numbers=("running", "queued", "unanswered", "sent MiB", "received MiB", "values")
-    )
+def _workers(overview: Json) -> Iterator[Row]:
+    """Yields a line for each worker. One that is lost has a line of its own."""
+    lost = {}
+    for worker in overview["workers"]:
+        if worker["state"] is not None:
+            lost.update(worker["state"]["lost"])
     for worker in overview["workers"]:
         name, state = Text(printable(worker["name"])), worker["state"]
         if state is None:
-            table.add_row(name, Text(printable(worker["error"]), style="red"))
+            if worker["name"] not in lost:
+                yield name, Text(printable(worker["error"]), style="red")
             continue
-        executor, traffic = state["queues"]["executor"], state["traffic"]
+        lost.pop(worker["name"], None)  # it is there again
+        executor, traffic, process = state["queues"]["executor"], state["traffic"], state["process"]
         bad = [f"{printable(peer)} {link['state']}" for peer, link in state["links"].items() if _is_bad(link)]
-        table.add_row(
+        yield (
             name,
             Text(", ".join(bad) or "answers", style="yellow" if bad else ""),
+            _age(overview["time"] - process["started"]),
+            f"{process['cpu_percent']:.0f} %",
+            _bytes(process["memory_bytes"]),
             str(executor["running"]),
             str(executor["queued"]),
             str(sum(state["calls"]["unanswered"].values())),
-            f"{traffic['bytes_sent'] / (1 << 20):.1f}",
-            f"{traffic['bytes_received'] / (1 << 20):.1f}",
+            _bytes(traffic["bytes_sent"]),
+            _bytes(traffic["bytes_received"]),
             str(state["references"]["values"]),
         )
-    return table
+    for who, reason in lost.items():
+        yield Text(printable(who)), Text(f"lost: {printable(reason)}", style="red")
 
 
 def _is_bad(link: Json) -> bool:
-    return link["state"] not in ("connected", "unconnected")
+    return link["state"] in ("checking", "suspect")
 
 
-def _calls(overview: Json) -> Table | None:
-    found = [
-        (worker["name"], call)
-        for worker in overview["workers"]
-        if worker["state"] is not None
-        for call in worker["state"]["calls"]["sent"]
+def _failures(overview: Json) -> list[Row]:
+    """Returns the functions that have failed, as their callers tell, and those of others; the latest first."""
+    found: dict[tuple[str, str, str], tuple[int, Json]] = {}
+    states = [(each["name"], each["state"]) for each in overview["workers"] if each["state"] is not None]
+    for name, state in states:
+        for call in state["calls"]["sent"]:
+            if call["last_error"] is not None:
+                key = name, call["worker"], call["function"]
+                found[key] = sum(call["failures"].values()), call["last_error"]
+    for name, state in states:
+        for call in state["calls"]["served"]:
+            if call["last_error"] is not None:
+                found.setdefault((call["caller"], name, call["function"]), (call["failed"], call["last_error"]))
+    latest = sorted(found.items(), key=lambda item: -item[1][1]["time"])
+    return [
+        (
+            Text(printable(error["text"]), style="red"),
+            *(Text(printable(each)) for each in (function, caller, callee)),
+            str(count),
+            _age(overview["time"] - error["time"]),
+        )
+        for (caller, callee, function), (count, error) in latest
     ]
-    if not found:
-        return None
-    found.sort(key=lambda pair: -pair[1]["count"])
-    table = _table("caller", "callee", "function", numbers=("ended", "in flight", "failed", "p50", "p99"))
-    for caller, call in found[:MAX_CALLS]:
-        table.add_row(
-            Text(printable(caller)),
-            Text(printable(call["worker"])),
-            Text(printable(call["function"])),
+
+
+def _calls(states: Sequence[tuple[str, Json]], order: str) -> list[Row]:
+    found = [(name, call) for name, state in states for call in state["calls"]["sent"]]
+    found.sort(key=lambda pair: -ORDERS[order](pair[1]))
+    return [
+        (
+            *(Text(printable(each)) for each in (caller, call["worker"], call["function"])),
             str(call["count"]),
             str(call["in_flight"]),
             str(sum(call["failures"].values())),
             _duration(call["duration"]["p50_s"]),
             _duration(call["duration"]["p99_s"]),
         )
-    return table
+        for caller, call in found
+    ]
 
 
-def _table(*texts: str, numbers: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in texts:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+def _links(states: Sequence[tuple[str, Json]]) -> Iterator[Row]:
+    """Yields what has gone from each worker to each other one."""
+    for name, state in states:
+        for peer, traffic in state["traffic"]["by_worker"].items():
+            if peer == name or (link := state["links"].get(peer)) is None:
+                continue
+            how = link["transport"] if link["state"] == "connected" else link["state"]
+            yield (
+                *(Text(printable(each)) for each in (name, peer)),
+                Text(printable(how), style="yellow" if _is_bad(link) else ""),
+                str(traffic["messages_sent"]),
+                _bytes(sum(traffic["bytes_sent"].values())),
+                str(state["queues"]["flow_control"].get(peer, {}).get("calls_in_flight", 0)),
+            )
+
+
+def _streams(states: Sequence[tuple[str, Json]]) -> Iterator[Row]:
+    for name, state in states:
+        streams = state["streams"]
+        if streams["produced"] or streams["consumed"]:
+            yield (
+                Text(printable(name)),
+                str(streams["produced"]),
+                str(streams["consumed"]),
+                _bytes(streams["bytes_sent"]),
+                _bytes(streams["bytes_received"]),
+            )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _duration(seconds: float | None) -> str:

@@ -107,7 +107,7 @@ def test_it_can_be_read_in_narrow_windows_and_in_the_dark(workers, browser, tmp_
         ) as view:
             view.wait_for("3 workers")
             assert view.overflow() == 0
-            for selector in "#status", "h2", "#workers th", "#workers td", ".good", "#stacks", "button":
+            for selector in "#status", "h2", "#workers th", "#workers td", ".good", ".dim", "button":
                 assert view.contrast(selector) >= 4.5, selector
             if (scheme, width) == ("dark", 390):
                 view.picture(pictures(tmp_path) / "view-narrow.png", "#workers")
@@ -169,7 +169,7 @@ def test_a_stopped_worker_is_named_with_the_collective_that_waits_for_it(workers
             assert re.search(r"all_reduce of group \S+ for [0-9.]+ s: waits for worker2\n", text)
             assert f"called at {where}" in text
             assert "worker2 does not answer" in text
-            assert view.rows("workers")[2]["state"] == "no answer"
+            assert view.rows("workers")[2]["state"].startswith("no answer: RpcTimeoutError")
             view.picture(pictures(tmp_path) / "view-stopped.png", "#workers")
         finally:
             os.kill(c.pid, signal.SIGCONT)
@@ -193,11 +193,81 @@ def test_lost_and_returned_workers_are_shown(workers, browser):
             view.wait_for(r"worker1\s*suspect", "#events")
         view.wait_for(r"worker1\s*back", "#events")
         c.kill()
-        view.wait_for("worker2", "#lost")
+        view.wait_for("worker2.*lost for ", "#workers tr")
         minute = view.page.evaluate("fetch('/api/job', {headers}).then(answer => answer.json())")["timeline"]
         assert sum(minute["lost"]) == 1
         # On a busy machine, workers that were not stopped may have been silent for so long, too.
         assert sum(minute["returned"]) >= 1
         seen = [each for each in view.rows("events") if each["seen by"] == "worker0"]
         assert "worker1" in {each["worker"] for each in seen if each["event"] == "back"}
-        assert {row["worker"] for row in view.rows("lost")} == {"worker2"}
+        assert [row["name"] for row in view.rows("workers") if row["state"].startswith("lost")] == ["worker2"]
+
+
+def fail_to_load(shard):
+    raise FileNotFoundError(f"there is no shard {shard}")
+
+
+def load_shards():
+    for shard in range(3):
+        with contextlib.suppress(FileNotFoundError):
+            rpc.rpc_sync("worker1", fail_to_load, (shard,))
+
+
+@LONGER
+def test_nothing_is_red_while_all_is_well(workers, browser, tmp_path):
+    """The server waits in `shutdown`, as servers do, while the trainers train."""
+    server, *trainers = workers.rpc(3, view=VIEW)
+    url = server.run(programs.url)
+    ending = server.start(rpc.shutdown)
+    for each in [each.start(programs.train, 20, 10_000) for each in trainers]:
+        each.result()
+    for scheme in ("light", "dark"):
+        for width in (1400, 900, 390):
+            with browser.open(url, viewport={"width": width, "height": 900}, color_scheme=scheme) as view:
+                view.wait_for("shutdown for .*serves until the end of worker1, worker2")
+                view.wait_for("RRef.step", "#calls")
+                alarms = view.page.locator(".bad:visible, .warn:visible, .stuck:visible, rect.lost:visible")
+                assert alarms.count() == 0
+                assert view.page.title() == "gradwire: job"
+                assert view.overflow() == 0
+                view.picture(tmp_path / f"well-{scheme}-{width}.png")
+    for each in trainers:
+        each.run(programs.release)
+    for each in [each.start(rpc.shutdown) for each in trainers]:
+        each.result()
+    ending.result()
+
+
+@LONGER
+def test_what_is_wrong_is_shown_with_its_reason(workers, browser, tmp_path):
+    """A worker is stuck, a function fails, and a worker is lost."""
+    a, b, c, d = workers.rpc(4, view=VIEW)
+    a.run(load_shards)
+    a.run(rpc.rpc_sync, "worker3", os.getpid)
+    d.kill()
+    a.run(lambda: wait_until(lambda: "worker3" in rpc.debug_info()["lost_workers"]))
+    names = ["worker1", "worker2"]
+    entered, late = b.start(programs.enter_barrier, names), c.start(programs.be_late, names)
+    for scheme in ("light", "dark"):
+        for width in (1400, 900, 390):
+            with browser.open(
+                a.run(programs.url), viewport={"width": width, "height": 900}, color_scheme=scheme
+            ) as view:
+                view.wait_for("barrier for .* waits for worker2", ".wait.stuck")
+                (failure,) = view.rows("failures")
+                assert (failure["callee"], failure["times"]) == ("worker1", "3")
+                assert failure["function"].endswith("fail_to_load")
+                assert failure["last error"] == "FileNotFoundError: there is no shard 2"
+                (lost,) = [row for row in view.rows("workers") if row["name"] == "worker3"]
+                assert lost["state"].startswith("lost for ")
+                others = [row for row in view.rows("workers") if row["name"] != "worker3"]
+                assert [row["state"] for row in others] == ["answers"] * 3
+                assert [row["failed"] for row in others] == ["", "3", ""]
+                assert all(row["memory"].endswith("MiB") and row["CPU"].endswith(" %") for row in others)
+                view.wait_for("worker3", "#log")
+                assert view.page.title() == "stuck: gradwire: job"
+                assert view.overflow() == 0
+                view.picture(tmp_path / f"wrong-{scheme}-{width}.png")
+    a.run(lambda: rpc.rpc_sync("worker2", set_event, ("go on",)))
+    for each in entered, late:
+        each.result()

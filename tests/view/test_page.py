@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from gradwire import c10d, rpc
@@ -22,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.remote_functions import add, wait_until
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
 TOKEN = "5f0c9a1be27d4386a1f4c7d29b0e8653"
 
@@ -82,6 +85,18 @@ def test_the_page_shows_what_the_workers_count(workers):
     assert (sample.labels["worker"], sample.labels["callee"], sample.value) == ("worker0", "worker1", 7)
     growing = "messages_sent", "bytes_sent", "link_bytes_sent", "link_bytes_received", "calls_sent_failed"
     assert {families[f"gradwire_{name}"].type for name in growing} == {"counter"}
+    buckets = [each for each in families["gradwire_calls_sent_seconds"].samples if each.name.endswith("_bucket")]
+    assert sum(each.value for each in buckets if each.labels["le"] == "+Inf") == 7
+    known = {each.name for family in families.values() for each in family.samples}
+    dashboard = json.loads((ROOT / "examples" / "grafana" / "gradwire.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"gradwire_\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    assert asked - known <= {"gradwire_collective_missing"}  # nobody waits here
 
 
 def test_requests_without_the_key_are_refused(workers):

@@ -3,7 +3,7 @@
 import pytest
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view.histogram import Histogram
+from gradwire.view.histogram import BOUNDS_S, Histogram
 from gradwire.view.names import OTHER
 from gradwire.view.statistics import CallStatistics
 
@@ -55,6 +55,9 @@ def test_calls_are_counted_on_both_sides(workers):
     there = callee.run(served)
     assert (there[ADD]["caller"], there[ADD]["running"], there[ADD]["failed"]) == ("worker0", 0, 0)
     assert (there[FAIL]["count"], there[FAIL]["failed"]) == (1, 1)
+    for side in (found, there):
+        assert side[FAIL]["last_error"]["text"] == "ValueError: as asked"
+        assert side[ADD]["last_error"] is None
     assert there[ADD]["duration"]["total_s"] < found[ADD]["duration"]["total_s"] + 1
 
 
@@ -123,6 +126,17 @@ def test_quantiles_of_a_histogram():
     histogram.add(1 << 60)
     assert histogram.quantile(1.0) > 1000
     assert Histogram().quantile(0.5) is None
+
+
+def test_durations_are_counted_within_bounds():
+    histogram = Histogram()
+    durations = [1, 2**14 - 1, 2**14, 2**20, 2**34 - 1, 2**34, 10**12]
+    for each in durations:
+        histogram.add(each)
+    expected = [sum(each < bound * 1e9 for each in durations) for bound in BOUNDS_S]
+    assert histogram.as_json()["within"] == expected
+    assert expected[0] == 2
+    assert expected[-1] == 5
 
 
 def test_options_of_the_view_are_checked(monkeypatch):

@@ -1,13 +1,22 @@
 """`gradwire top`: what it shows of a job, and what it says if it cannot."""
 
+import fcntl
 import io
 import logging
 import logging.handlers
+import math
 import os
+import pty
 import re
+import select
 import stat
+import struct
+import subprocess
+import termios
+import time
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from gradwire import c10d, rpc
 from gradwire.cli.group import gradwire
@@ -17,6 +26,12 @@ from gradwire.view.top import render
 from rich.console import Console
 
 from tests.remote_functions import add
+
+FUNCTIONS = (
+    *(math.ceil, math.cos, math.cosh, math.erf, math.exp, math.fabs, math.floor, math.gamma, math.log, math.sin),
+    *(math.sinh, math.sqrt, math.tan, math.tanh, abs, ascii, bin, bool, callable, chr, complex, float, hash, hex),
+    *(id, int, oct, repr, round, str),
+)
 
 TOKEN = "5f0c9a1be27d4386a1f4c7d29b0e8653"
 
@@ -107,3 +122,76 @@ def test_who_is_missing_is_named_with_the_lines():
     assert "shutdown for 10.0 s: serves until the end of b" in text
     assert re.search(r'style="color: #\w+[^>]*>barrier for', colours)
     assert not re.search(r'style="color: #\w+[^>]*>shutdown for', colours)
+
+
+def fail(number):
+    raise ValueError(f"number {number} is odd")
+
+
+def have_many_calls():
+    for number in range(1, 4, 2):
+        with pytest.raises(ValueError, match="is odd"):
+            rpc.rpc_sync("worker1", fail, (number,))
+    for function in FUNCTIONS:
+        rpc.rpc_sync("worker1", function, (7,))
+
+
+class Terminal:
+    """A program in a terminal of a size."""
+
+    def __init__(self, program, columns, lines, arguments, **environment):
+        self.columns, self.lines = columns, lines
+        self.master, end = pty.openpty()
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
+        environment = {**os.environ, "TERM": "xterm", "GRADWIRE_TOKEN": "", **environment}
+        for name in ("COLUMNS", "LINES"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [program, *arguments], stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+        )
+        os.close(end)
+        self.screen = ""
+
+    def read(self, pattern):
+        """Reads until what is on the screen since the last read matches; returns it, without colours."""
+        deadline = time.monotonic() + 60
+        self.screen = ""
+        while not re.search(pattern, self.screen, re.S):
+            assert select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))[0], self.screen
+            self.screen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self.master, 1 << 16).decode())
+        return self.screen
+
+    def press(self, keys):
+        os.write(self.master, keys.encode())
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(100, 30), (80, 24)])
+def test_in_a_terminal_it_says_what_does_not_fit(workers, python, tmp_path, columns, lines):
+    a, _ = workers.rpc(2, view=rpc.View(address="0"))
+    a.run(have_many_calls)
+    arguments = ("-m", "gradwire", "top", "--interval", "0.3", a.run(url))
+    terminal = Terminal(python.executable, columns, lines, arguments)
+    try:
+        screen = terminal.read(r"2 workers, asked by worker0.*q quit")
+        (tmp_path / "screen.txt").write_text(screen)
+        assert re.search(r"worker0 +answers", screen)
+        assert "ValueError: number 3 is odd" in screen
+        hidden = re.search(r"(\d+) more calls", screen)
+        assert hidden is not None
+        terminal.press("c")
+        alone = terminal.read(r"worker1 .*q quit")
+        assert "answers" not in alone
+        shown = len(re.findall(r"worker0 +worker1", alone))
+        assert f"{len(FUNCTIONS) + 1 - shown} more calls" in alone
+        assert shown > lines - 9
+        terminal.press("\x1b[B")
+        terminal.read("1 above")
+        terminal.press("q")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()
