@@ -102,8 +102,8 @@ launchers: $(VENV)/.long ## the example under torchrun on two hosts, mpiexec, Sl
 endings: $(READY)     ## programs that end by handlers, threads, signals, in atexit and so on: 1,000 of each; none may hang
 	$(BIN)/python -m tests.endings
 
-browser: $(VENV)/.long ## the page of running jobs in Chromium, and scraped by Prometheus; with PICTURES=docs/pictures, saves those
-	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view
+browser: docs $(VENV)/.long ## the page of running jobs and the site in Chromium, and a job scraped by Prometheus; with PICTURES=docs/pictures, saves those
+	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view tests/test_site_in_browser.py
 
 $(VENV)/.long: $(READY) requirements-long.txt
 	$(PIP) install -r requirements-long.txt

@@ -160,7 +160,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     source = next((each for each, there in ROOT_PAGES.items() if there == uri), f"docs/{uri}")
 
     def link(found: re.Match[str]) -> str:
-        return f"]({site_link(source, found[1], found[2] or '', config.repo_url)})"
+        return f"]({site_link(source, found[1], found[2] or '', config.extra['repository'])})"
 
     with_pictures = BLOCK.sub(lambda found: picture_of(page.file.name, found[1]), markdown)
     return LINK.sub(link, "\n".join(indent_for_lists(with_pictures.splitlines())))

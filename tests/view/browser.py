@@ -56,6 +56,10 @@ class Browser:
     def __init__(self, chromium: Any) -> None:
         self._chromium = chromium
 
+    def context(self, **options: Any) -> Any:
+        """Returns a context of playwright, in which nothing is known from before. Who asks for it closes it."""
+        return self._chromium.new_context(**options)
+
     @contextmanager
     def open(self, url: str, *, expected: str = "", **options: Any) -> Iterator["View"]:
         """Opens a URL as somebody who has not been there. Fails in the end if there were errors.
