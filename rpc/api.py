@@ -155,8 +155,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Any thread may call this, and so may a remote function, a callback, a handler of a signal, a finalizer and a
     function of `atexit`; also while another thread, or what the handler has interrupted, waits in a graceful
-    shutdown. `graceful=False` ends that at once, as a timeout does, and it returns without an error. docs/rpc.md
-    says where a call returns before this process has left.
+    shutdown. `graceful=False` ends that at once, as a timeout does, and it returns without an error.
+    docs/call_failures.md says where a call returns before this process has left.
 
     Args:
         graceful: True to wait so that no call is lost: in a static group until all workers, except those that have

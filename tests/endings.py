@@ -3,8 +3,9 @@
     python -m tests.endings --runs 1000
 
 Each run has two workers: one that ends in some way (the subject), and a peer that calls it meanwhile. Their exit
-statuses must be those of docs/rpc.md. The processes are forked from one that has torch loaded, and end with their
-interpreter, as those of a script do. When one does not end, the stacks of both are printed, and they are killed.
+statuses must be those of docs/call_failures.md. The processes are forked from one that has torch loaded, and end
+with their interpreter, as those of a script do. When one does not end, the stacks of both are printed, and they
+are killed.
 """
 
 import argparse

@@ -21,9 +21,15 @@ ROOT = Path(gradwire.__file__).parent
 NAMES = ["worker0", "worker1", "worker2", "worker3", "server", "reader"]
 
 
+CALLS = tuple(f"docs/{name}.md" for name in ("rpc", "call_failures", "flow_control", "worker_groups", "options"))
+"""Pages that share their names: they are read together."""
+
+
 def snippets(page: str, language: str = "python") -> list[str]:
     """The blocks of code of a page, without what a list indents them by."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", (ROOT / page).read_text(), re.M | re.S)
+    pages = CALLS if page == CALLS[0] else (page,)
+    text = "\n".join((ROOT / each).read_text() for each in pages)
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.M | re.S)
     return [re.sub(f"^{indent}", "", code, flags=re.M) for indent, code in found]
 
 
@@ -37,6 +43,7 @@ BEFORE = {
         """,
     "docs/rref.md": "",
     "docs/policy.md": "",
+    "docs/recipes.md": "import multiprocessing",
     "docs/streams.md": """
         taken = []
         train = taken.append
@@ -110,6 +117,10 @@ BEFORE = {
 
 # What worker0 runs first: what needs the other workers.
 FIRST = {
+    "docs/recipes.md": """
+        # The workers of tests are daemons, which multiprocessing lets start no processes.
+        multiprocessing.current_process()._config["daemon"] = False
+        """,
     "docs/asyncio.md": """
         rref = rpc.remote("worker1", torch.ones, (3,))
         future = rpc.rpc_async("worker1", f)
@@ -142,6 +153,11 @@ AFTER = {
     "docs/policy.md": """
         assert model.rpc_sync().step(torch.ones(3)).shape == (3,)
         assert options.policy.of("trainer3").accepts == "exposed"
+        """,
+    "docs/recipes.md": """
+        assert torch.equal(restored.rpc_sync().weight(), servers[0].rpc_sync().weight())
+        assert torch.stack(means).tolist() == list(range(8))
+        assert len(sums) == 4
         """,
     "docs/streams.md": "assert [len(each) for each in taken] == [1 << 20, 5]",
     "docs/asyncio.md": "assert (total.tolist(), x, y, value.tolist(), done) == ([2, 2], 1, 1, [1, 1, 1], 1)",
