@@ -10,7 +10,7 @@ import torch
 from ...contracts.device_payloads import StartedCopy
 from .runtime import MappedMemory
 
-__all__ = ["MAX_MAPPED", "LeasedPart", "MappedDeviceSegments"]
+__all__ = ["MAX_MAPPED", "BorrowedPart", "MappedDeviceSegments"]
 
 MAX_MAPPED = 1024
 """Segments that are mapped of one other worker."""
@@ -20,7 +20,7 @@ MAX_MAPPED = 1024
 class _Mapped:
     """A segment, which is unmapped when nothing refers to it any more."""
 
-    __slots__ = ("_on_unused", "lease", "memory", "number", "size")
+    __slots__ = ("_on_unused", "borrowed", "memory", "number", "size")
 
     def __init__(
         self, number: int, size: int, memory: MappedMemory, on_unused: Callable[[int, MappedMemory], None]
@@ -28,7 +28,7 @@ class _Mapped:
         self.number = number
         self.size = size
         self.memory = memory
-        self.lease: weakref.ref[_Lease] | None = None
+        self.borrowed: weakref.ref[_Borrowed] | None = None
         """What the payloads in it share that have not been copied yet."""
         self._on_unused = on_unused
 
@@ -37,7 +37,7 @@ class _Mapped:
 
 
 @final
-class _Lease:
+class _Borrowed:
     """A segment with payloads. It goes back when nothing refers to this object."""
 
     __slots__ = ("__weakref__", "_release", "mapped")
@@ -51,13 +51,13 @@ class _Lease:
 
 
 @final
-class LeasedPart:
+class BorrowedPart:
     """The bytes of one payload in a segment: a DeviceBuffer."""
 
-    __slots__ = ("_lease", "_nbytes", "_offset")
+    __slots__ = ("_borrowed", "_nbytes", "_offset")
 
-    def __init__(self, lease: _Lease, offset: int, nbytes: int) -> None:
-        self._lease = lease
+    def __init__(self, borrowed: _Borrowed, offset: int, nbytes: int) -> None:
+        self._borrowed = borrowed
         self._offset = offset
         self._nbytes = nbytes
 
@@ -66,28 +66,28 @@ class LeasedPart:
 
     def copy_to(self, target: torch.Tensor) -> StartedCopy:
         """Starts to copy the bytes. The copy keeps the segment until it is complete."""
-        return _PartCopy(self._lease.mapped.memory.copy_to(target, self._offset), self._lease)
+        return _PartCopy(self._borrowed.mapped.memory.copy_to(target, self._offset), self._borrowed)
 
 
 @final
 class _PartCopy:
-    __slots__ = ("_copy", "_lease")
+    __slots__ = ("_borrowed", "_copy")
 
-    def __init__(self, copy: StartedCopy, lease: _Lease) -> None:
+    def __init__(self, copy: StartedCopy, borrowed: _Borrowed) -> None:
         self._copy = copy
-        self._lease: _Lease | None = lease
+        self._borrowed: _Borrowed | None = borrowed
 
     def is_complete(self) -> bool:
         """Returns whether the copy is complete; then the segment goes back if it was the last one."""
         if not self._copy.is_complete():
             return False
-        self._lease = None
+        self._borrowed = None
         return True
 
     def wait(self) -> None:
         """Waits for the copy, and gives the segment back if it was the last one."""
         self._copy.wait()
-        self._lease = None
+        self._borrowed = None
 
 
 @final
@@ -131,7 +131,7 @@ class MappedDeviceSegments:
             removed = self._segments.pop(number, None)
         del removed  # without the lock: it may be unmapped now
 
-    def lease(self, number: int, offset: int, nbytes: int) -> LeasedPart:
+    def borrow(self, number: int, offset: int, nbytes: int) -> BorrowedPart:
         """Returns the bytes of a payload. The segment goes back when no part of it is in use any more.
 
         Raises:
@@ -143,17 +143,17 @@ class MappedDeviceSegments:
                 raise ValueError(
                     f"malformed payload: {nbytes} bytes at {offset} in segment {number} of device memory"
                 )
-            lease = mapped.lease() if mapped.lease is not None else None
-            if lease is None:
-                lease = _Lease(mapped, self._release)
-                mapped.lease = weakref.ref(lease)
-        return LeasedPart(lease, offset, nbytes)
+            borrowed = mapped.borrowed() if mapped.borrowed is not None else None
+            if borrowed is None:
+                borrowed = _Borrowed(mapped, self._release)
+                mapped.borrowed = weakref.ref(borrowed)
+        return BorrowedPart(borrowed, offset, nbytes)
 
     def drop(self, number: int) -> None:
         """Gives a segment back without looking at its bytes, unless some of them are in use."""
         with self._lock:
             mapped = self._segments.get(number)
-            is_unused = mapped is not None and (mapped.lease is None or mapped.lease() is None)
+            is_unused = mapped is not None and (mapped.borrowed is None or mapped.borrowed() is None)
         if is_unused:
             self._release(number)
 

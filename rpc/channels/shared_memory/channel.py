@@ -7,7 +7,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...wire.gathered import Gathered
 from ..base import PayloadLostError, check_size
-from .leases import Memory
+from .buffers_in_use import Memory
 from .memory import SharedMemory
 from .peer import PeerSegments
 
@@ -107,8 +107,8 @@ class SharedMemoryChannel:
             if segments is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
             if payload.segment.sent_back:
-                return segments.lease_own(number, nbytes)
-            return segments.mapped.lease(number, nbytes)
+                return segments.borrow_own(number, nbytes)
+            return segments.mapped.borrow(number, nbytes)
         except ValueError:
             former = self._former
             # A worker's numbers only grow.

@@ -50,7 +50,7 @@ class PeerSegments:
         """The segments for the other worker alone."""
         self.shared_pools: tuple[SegmentPool, ...] = ()
         """The segments that further workers receive as well."""
-        self.mapped = MappedSegments(options.max_mapped_bytes, self._on_lease_released)
+        self.mapped = MappedSegments(options.max_mapped_bytes, self._on_returned)
         self.on_others_released: Callable[[Sequence[int]], None] | None = None
         """Takes back what the other worker gives back with segments, and is no shared memory."""
         self._loop = loop
@@ -137,21 +137,21 @@ class PeerSegments:
         """Returns the highest number of a segment of the other worker, or of this one if it is sent back."""
         return self.pool.highest if sent_back else self.mapped.highest
 
-    def lease_own(self, number: int, nbytes: int) -> memoryview:
+    def borrow_own(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes that came back in a segment of this worker. Raises ValueError if it was not there."""
-        leased = self.pool.lease(self, number, nbytes)
-        if leased is None:
+        borrowed = self.pool.borrow(self, number, nbytes)
+        if borrowed is None:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}, which it has not got")
-        return leased
+        return borrowed
 
     # Giving back.
 
     def release(self, number: int) -> None:
         """Tells the other worker of something else that is not used any more, with its segments. Takes no lock."""
         self.mapped.released.append(number)
-        self._on_lease_released()
+        self._on_returned()
 
-    def _on_lease_released(self) -> None:
+    def _on_returned(self) -> None:
         """Has the segment given back soon. Called by finalizers: takes no lock."""
         if not self._is_flush_scheduled:
             self._is_flush_scheduled = True

@@ -10,7 +10,7 @@ from typing import final
 
 import numpy as np
 
-from .leases import Leases, Memory
+from .buffers_in_use import BuffersInUse, Memory
 from .mapping import MAX_SEGMENTS, SEALS, Mapping, may_send_back
 
 __all__ = ["MappedSegments"]
@@ -49,7 +49,7 @@ class MappedSegments:
         """The numbers of the segments that are not mapped because that would be too much."""
         self._unmapped: dict[int, tuple[int, int, bool]] = {}
         """Those of them for which there was no memory: descriptor, size in bytes, and whether they are shared."""
-        self._leases = Leases(self._on_lease_end)
+        self._in_use = BuffersInUse(self._on_unused)
         self._going_back: dict[int, object] = {}
         """The segments that go back with their bytes when nothing refers to these: by number, something unique."""
         self._are_written_to = False
@@ -138,7 +138,7 @@ class MappedSegments:
         self._is_closed = True
         return self.remove([*self._maps, *self._unmapped])
 
-    def lease(self, number: int, nbytes: int) -> memoryview:
+    def borrow(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.
 
         Raises:
@@ -151,17 +151,17 @@ class MappedSegments:
             reason = "there is no memory" if number in self._unmapped else limit
             raise ValueError(f"a payload of {nbytes} bytes in shared memory is refused: {reason}")
         mapped = self._maps.get(number)
-        if mapped is None or not 0 < nbytes <= mapped.size or number in self._leases:
+        if mapped is None or not 0 < nbytes <= mapped.size or number in self._in_use:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")
         if mapped.is_private and self._are_written_to:
             return self._copy(number, memoryview(mapped.buffer()).cast("B")[:nbytes])
         buffer = mapped.buffer()
-        self._leases.begin(number, buffer)
+        self._in_use.begin(number, buffer)
         return memoryview(buffer).cast("B")[:nbytes]
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""
-        if number in self._refused or (number in self._maps and number not in self._leases):
+        if number in self._refused or (number in self._maps and number not in self._in_use):
             self._release(number)
 
     def begin_send_back(self, address: int, nbytes: int) -> int | None:
@@ -175,17 +175,17 @@ class MappedSegments:
         mapped = None if number is None else self._maps.get(number)
         if number is None or mapped is None or mapped.is_private or not may_send_back(nbytes, mapped.size):
             return None
-        if number not in self._leases or self._leases.is_pinned(number):
+        if number not in self._in_use or self._in_use.is_pinned(number):
             return None
         mine = object()
         return number if self._going_back.setdefault(number, mine) is mine else None
 
     def end_send_back(self, number: int) -> Memory | None:
         """Returns None if a segment goes back with its bytes; else the bytes, to which something still refers."""
-        buffer = self._leases.buffer(number)
-        if buffer is None and self._leases.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
+        buffer = self._in_use.buffer(number)
+        if buffer is None and self._in_use.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
             buffer = mapped.buffer()  # a child has been forked since `begin_send_back`
-            self._leases.begin(number, buffer)
+            self._in_use.begin(number, buffer)
         if buffer is not None:
             self._going_back.pop(number, None)
         return buffer
@@ -194,9 +194,9 @@ class MappedSegments:
         """Has a segment go back without its bytes, after `end_send_back`, because the message is not sent."""
         self._return(number)
 
-    def _on_lease_end(self, number: int) -> None:
+    def _on_unused(self, number: int) -> None:
         """Has a segment go back to which nothing refers. Called by finalizers."""
-        if self._leases.is_pinned(number):
+        if self._in_use.is_pinned(number):
             if number not in self._going_back:  # else `end_send_back` still needs its bytes
                 self._spent.append(number)
                 self._on_released()
@@ -212,7 +212,7 @@ class MappedSegments:
         spent = []
         while self._spent:
             spent.append(self._spent.popleft())
-            self._leases.discard(spent[-1])
+            self._in_use.discard(spent[-1])
         return spent, self.remove(spent)
 
     def _release(self, number: int) -> None:

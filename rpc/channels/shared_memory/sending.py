@@ -17,7 +17,7 @@ import numpy as np
 
 from ...wire.gathered import Gathered
 from ..segment_limit import SegmentLimit
-from .leases import Leases
+from .buffers_in_use import BuffersInUse
 from .mapping import SEALS, Mapping, may_send_back
 
 __all__ = ["Segment", "SegmentPool"]
@@ -100,7 +100,7 @@ class SegmentPool:
         """Those that are dropped for the children that may read them, and that the receivers may still know."""
         self._ended_here: deque[int] = deque()
         """The numbers of segments whose bytes were in use here, and are not any more; added by finalizers."""
-        self._leases = Leases(self._ended_here.append)
+        self._buffers = BuffersInUse(self._ended_here.append)
         self.highest = 0
         """The highest number of a segment so far."""
         self._is_closed = False
@@ -168,7 +168,7 @@ class SegmentPool:
                     segment.is_spent = True
         self.take_back(receiver, numbers)
 
-    def lease(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
+    def borrow(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
         """Returns the bytes that the only receiver of a segment sends back in it; None if it may not.
 
         The segment is free again when nothing refers to them any more.
@@ -179,7 +179,7 @@ class SegmentPool:
                 return None
             segment.holders = {HERE}
         buffer = segment.mapping.buffer()
-        self._leases.begin(number, buffer)
+        self._buffers.begin(number, buffer)
         return memoryview(buffer).cast("B")[:nbytes]
 
     def discard(self, segment: Segment) -> None:
@@ -272,5 +272,5 @@ class SegmentPool:
             number = self._ended_here.popleft()
             segment = self._in_use.get(number)
             if segment is not None and HERE in segment.holders:
-                segment.is_spent |= self._leases.is_pinned(number)
+                segment.is_spent |= self._buffers.is_pinned(number)
                 self._set_free(segment)

@@ -44,7 +44,7 @@ def segments_in_use():
     peers = segments_by_peer()
     pools = [peer.pool for peer in peers]
     lent = [number for pool in pools for number in pool._in_use if number not in pool._ended_here]
-    return len(lent), sum(len(peer.mapped._leases) for peer in peers)
+    return len(lent), sum(len(peer.mapped._in_use) for peer in peers)
 
 
 def keep(tensor):

@@ -345,8 +345,8 @@ def test_a_worker_refuses_segments_that_contradict_themselves():
         mapped.check_new(7)
     for number, offset, nbytes in ((8, 0, 10), (7, 0, 101), (7, 90, 11), (7, 0, 0)):
         with pytest.raises(ValueError, match=f"malformed payload: {nbytes} bytes at {offset} in segment {number}"):
-            mapped.lease(number, offset, nbytes)
-    parts = [mapped.lease(7, 0, 60), mapped.lease(7, 60, 40)]
+            mapped.borrow(number, offset, nbytes)
+    parts = [mapped.borrow(7, 0, 60), mapped.borrow(7, 60, 40)]
     assert list(map(len, parts)) == [60, 40]
     mapped.drop(7)  # in use, so that it goes back with the last part, and once
     parts.pop()
@@ -355,10 +355,10 @@ def test_a_worker_refuses_segments_that_contradict_themselves():
     assert given_back == [7, 7]
     mapped.drop(7)
     assert given_back == [7, 7, 7]
-    lease = mapped.lease(7, 0, 5)
+    part = mapped.borrow(7, 0, 5)
     mapped.close()
     assert unused == []  # a copy may be in flight
-    del lease
+    del part
     assert unused == [(7, "memory")]
     mapped.add(9, 100, "late")
     assert unused[1:] == [(9, "late")]

@@ -353,16 +353,16 @@ def test_only_the_receiver_gives_a_segment_back_and_once():
     segment, _ = pool.put(memoryview(b"some bytes"))
     size = segment.size
     for number, nbytes in ((segment.number + 1, size), (segment.number, 0), (segment.number, size // 4 - 1)):
-        assert pool.lease("receiver", number, nbytes) is None
-    assert pool.lease("receiver", segment.number, size + 1) is None
-    assert pool.lease("another one", segment.number, size) is None
-    leased = pool.lease("receiver", segment.number, size // 4)
-    assert pool.lease("receiver", segment.number, size) is None
+        assert pool.borrow("receiver", number, nbytes) is None
+    assert pool.borrow("receiver", segment.number, size + 1) is None
+    assert pool.borrow("another one", segment.number, size) is None
+    borrowed = pool.borrow("receiver", segment.number, size // 4)
+    assert pool.borrow("receiver", segment.number, size) is None
     pool.take_back("receiver", [segment.number])
     other, _ = pool.put(memoryview(b"others"))
     assert other is not segment
-    assert leased[:4] == b"some"
-    del leased
+    assert borrowed[:4] == b"some"
+    del borrowed
     assert pool.put(memoryview(b"others")) == (segment, False)
     for each in (segment, other):
         os.close(each.descriptor)
@@ -375,7 +375,7 @@ def test_a_segment_goes_back_once():
     os.close(segment.descriptor)
     address = mapped._maps[1].address
     assert mapped.begin_send_back(address, 1 << 16) is None  # not in use
-    buffer = mapped.lease(1, 10)
+    buffer = mapped.borrow(1, 10)
     assert mapped.begin_send_back(address + 1, 1 << 16) is None
     assert mapped.begin_send_back(address, (1 << 17) + 1) is None
     assert mapped.begin_send_back(address, (1 << 15) - 1) is None
@@ -386,6 +386,6 @@ def test_a_segment_goes_back_once():
     del buffer
     assert mapped.end_send_back(1) is None
     assert not mapped.released
-    buffer = mapped.lease(1, 10)  # it has come again
+    buffer = mapped.borrow(1, 10)  # it has come again
     del buffer
     assert list(mapped.released) == [1]

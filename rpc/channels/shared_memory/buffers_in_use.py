@@ -8,18 +8,18 @@ from typing import final
 
 from ....net.inheritance import at_fork
 
-__all__ = ["Leases", "Memory"]
+__all__ = ["BuffersInUse", "Memory"]
 
 Memory = ctypes.Array[ctypes.c_char]
 """A buffer of the bytes of a segment."""
 
 
 @final
-class Leases:
-    """Which segments have bytes that something in this process refers to: a lease is the life of a buffer."""
+class BuffersInUse:
+    """Which segments have bytes that something in this process refers to, by way of a buffer."""
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
-        """Has no lease yet.
+        """Has none yet.
 
         Args:
             on_end: takes the number of a segment that nothing refers to any more. Finalizers call it, on any
@@ -30,7 +30,7 @@ class Leases:
         """By the number of their segment."""
         self._pinned: set[int] = set()
         """The numbers of the segments that a forked child may still use."""
-        _leases_here.add(self)
+        _made_here.add(self)
 
     def __contains__(self, number: int) -> bool:
         return self.buffer(number) is not None
@@ -68,13 +68,13 @@ class Leases:
         self._on_end(number)
 
 
-_leases_here: "weakref.WeakSet[Leases]" = weakref.WeakSet()
+_made_here: "weakref.WeakSet[BuffersInUse]" = weakref.WeakSet()
 """Of all agents of this process, for a fork."""
 
 
 def _pin_before_fork() -> None:
-    for leases in list(_leases_here):
-        leases.pin()
+    for each in list(_made_here):
+        each.pin()
 
 
 at_fork(before=_pin_before_fork)
