@@ -41,7 +41,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
-from .handles import CreationCall, Fork, Hold, OwnerHandle, ReferenceExtension, UserHandle
+from .handles import CreationCall, Fork, KeepAlive, OwnerHandle, ReferenceExtension, UserHandle
 from .ids import GlobalId, id_source, name_needed
 from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import AwaitedValue, OwnedValue, OwnerTable
@@ -89,7 +89,7 @@ class References(ReferenceExtension):
         """Notified when the owner of a dropped fork has removed it."""
         self._is_closed = False
         self._creating: set[GlobalId] = set()
-        """The values that `remote` has created here and whose holds live, by creating messages in flight too."""
+        """The values that `remote` has created here and that something here keeps alive, messages in flight too."""
         flow = agent.options.flow_control
         self._can_wait = min(flow.max_in_flight, flow.max_total_in_flight) >= MIN_WAITING_CALLS
         agent.control.on("rref.fork", self._on_fork)
@@ -136,10 +136,10 @@ class References(ReferenceExtension):
         if owner.wire_id == self.agent.info.wire_id:
             return self._create_here(identifier, fork_id, request)
         fork = Fork(identifier, fork_id, owner, is_creator=True)
-        handle = self._hold(fork)
+        handle = self._handle_of(fork)
         self._creating.add(identifier)
         try:
-            request.keep = fork.hold
+            request.keep = fork.keep_alive
             fork.creation = self._request_creation(owner, request)
         except BaseException:
             self._remove_fork(fork)
@@ -194,9 +194,9 @@ class References(ReferenceExtension):
         future.describe = lambda: f"remote {name_of(function)}"
         return future
 
-    def _hold(self, fork: Fork) -> UserHandle:
+    def _handle_of(self, fork: Fork) -> UserHandle:
         self.forks.add(fork)
-        fork.hold = Hold(self._on_hold_released, fork)
+        fork.keep_alive = KeepAlive(self._on_released, fork)
         return UserHandle(self.agent, fork)
 
     # References in messages.
@@ -290,7 +290,7 @@ class References(ReferenceExtension):
 
             payload = (*identifier, *fork_id)
             self.agent.control.send(owner, "rref.fork", payload, on_registered, urgent=False)
-        return self._hold(fork)
+        return self._handle_of(fork)
 
     def _accept_as_owner(self, sender: WorkerInfo, identifier: GlobalId, fork_id: GlobalId) -> OwnerHandle:
         try:
@@ -316,7 +316,7 @@ class References(ReferenceExtension):
             sender, "rref.accept", tuple(fork), lambda _: accepting.discard(fork), urgent=False
         )
 
-    def _on_hold_released(self, fork: Fork) -> None:
+    def _on_released(self, fork: Fork) -> None:
         """Drops a fork. Called by finalizers: takes no lock."""
         fork.is_dropped = True
         if fork.is_creator:
@@ -397,7 +397,7 @@ class References(ReferenceExtension):
             RpcTimeoutError: an owner has not acknowledged in time.
         """
         for fork in list(self.forks):
-            fork.hold = None
+            fork.keep_alive = None
         with self._fork_deleted:
             self._releases = True
             if not wait_interruptibly(

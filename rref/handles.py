@@ -16,23 +16,23 @@ from ..rpc.execution.kept_errors import copy_error
 from .ids import GlobalId
 from .owner_table import OwnedValue
 
-__all__ = ["CreationCall", "Fork", "Hold", "OwnerHandle", "ReferenceExtension", "UserHandle", "references_of"]
+__all__ = ["CreationCall", "Fork", "KeepAlive", "OwnerHandle", "ReferenceExtension", "UserHandle", "references_of"]
 
 CreationCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The function that makes a value, its positional arguments and its named ones."""
 
 
 @final
-class Hold:
+class KeepAlive:
     """Keeps a fork from being deleted: shared by the program's reference and by requests in flight."""
 
     __slots__ = ("_fork", "_on_released")
 
     def __init__(self, on_released: "Callable[[Fork], None]", fork: "Fork") -> None:
-        """Makes a hold.
+        """Keeps the fork until its own end.
 
         Args:
-            on_released: called with the fork, by a finalizer, when nothing refers to the hold. Takes no lock.
+            on_released: called with the fork, by a finalizer, when nothing refers to this. Takes no lock.
             fork: the fork.
         """
         self._on_released = on_released
@@ -59,10 +59,10 @@ class Fork:
     """Whether the owner is known to have counted the fork."""
     error: Exception | None = None
     """The error because of which the fork will never be confirmed."""
-    hold: Hold | None = None
+    keep_alive: KeepAlive | None = None
     """None once the program has dropped the reference."""
     is_dropped: bool = False
-    """Whether the hold has been released."""
+    """Whether nothing keeps it alive any more."""
     creation: Future[Any] | None = None
     """On the creator: done when the call that makes the value has ended."""
     deletion: list[None] = field(default_factory=lambda: [None])
@@ -93,7 +93,7 @@ class Fork:
             error = error_of(self.creation)
         if error is not None:
             return f"failed: {type(error).__name__}"
-        if self.hold is None:
+        if self.keep_alive is None:
             return "deleted"
         return "confirmed" if self.is_confirmed else "pending" if self.is_creator else "unconfirmed"
 
@@ -121,7 +121,7 @@ class OwnerHandle:
         """The worker that owns the value."""
 
     @property
-    def hold(self) -> object:
+    def keep_alive(self) -> object:
         """The object that a request which names the value keeps alive until it has ended."""
         return self.entry
 
@@ -146,9 +146,9 @@ class UserHandle:
         """The worker that owns the value."""
 
     @property
-    def hold(self) -> object:
+    def keep_alive(self) -> object:
         """The object that a request which names the value keeps alive until it has ended."""
-        return self.fork.hold
+        return self.fork.keep_alive
 
     @property
     def creation(self) -> Future[Any] | None:
@@ -171,7 +171,7 @@ class UserHandle:
             rref: the reference, for the error's message.
             use: what it is used for, for the error's message.
         """
-        if self.fork.hold is None:
+        if self.fork.keep_alive is None:
             raise RRefError(f"{rref} has been deleted. Cannot call {use} on it after deletion.")
         # The control thread may not know yet of a creation that has just failed.
         error = self.fork.error or _failure_of(self.fork.creation)
@@ -179,7 +179,7 @@ class UserHandle:
             raise copy_error(error) from error.__cause__
 
     def __del__(self) -> None:
-        self.fork.hold = None
+        self.fork.keep_alive = None
 
 
 class ReferenceExtension(Extension):

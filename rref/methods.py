@@ -92,10 +92,10 @@ def send_with_values(handles: Sequence[Handle], function: Callable[..., Any], ar
     """Calls `function(values, *args)` on the worker that owns all values; returns a future of the result."""
     identifiers = [handle.id for handle in handles]
     call = (list(map(tuple, identifiers)), function, args)
-    holds = [handle.hold for handle in handles]
+    kept = [handle.keep_alive for handle in handles]
     owner = handles[0].owner
     header = partial(name_needed, identifiers)
-    return send_call(owner, _call_with_values, call, keep=holds, owner=owner, header=header)
+    return send_call(owner, _call_with_values, call, keep=kept, owner=owner, header=header)
 
 
 def _request(
@@ -113,7 +113,7 @@ def _request(
         (tuple(handle.id), *args),
         timeout=timeout,
         mode=mode,
-        keep=handle.hold,
+        keep=handle.keep_alive,
         name=name,
         owner=handle.owner,
         header=partial(name_needed, (handle.id,)),

@@ -278,7 +278,7 @@ class RRef(Generic[T_co]):
         handle.check_usable(self, "to_here()")
         fork = handle.fork
         header = partial(name_needed, (fork.reference,))
-        return Request(RREF_FETCH, None, seconds, header=header, keep=fork.hold)
+        return Request(RREF_FETCH, None, seconds, header=header, keep=fork.keep_alive)
 
     def _is_gone(self, error: NotInitializedError) -> NotInitializedError:
         return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")

@@ -235,7 +235,7 @@ class Schedule(World):
             handle = rref._handle
             future = handle.agent.request(
                 handle.fork.owner,
-                fetch_request(rref, timeout, keep=handle.hold),
+                fetch_request(rref, timeout, keep=handle.keep_alive),
             )
             self._watch(machine, future, number, timeout)
 

@@ -140,7 +140,7 @@ def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
     user, owner = schedule.machines
     rref = create(schedule, user, owner)
     schedule.settle()
-    fetch = user.agent.request(owner.info, fetch_request(rref, 1.0, keep=rref._handle.hold))
+    fetch = user.agent.request(owner.info, fetch_request(rref, 1.0, keep=rref._handle.keep_alive))
     late = hold_back(schedule, MessageType.RREF_FETCH)
     until_timeouts(schedule, 1.0)
     assert isinstance(error_of(fetch), RpcTimeoutError)

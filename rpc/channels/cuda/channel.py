@@ -107,7 +107,7 @@ class CudaIpcChannel:
         try:
             if (mapped := self._mapped) is None:
                 raise ValueError("malformed payload: a segment of a worker that shares no device memory")
-            return mapped.borrow(announced.number, announced.offset, announced.nbytes)
+            return mapped.use(announced.number, announced.offset, announced.nbytes)
         except ValueError:
             if announced.number <= self._former:  # a worker's numbers only grow
                 raise PayloadLostError("its connection broke before it was read") from None

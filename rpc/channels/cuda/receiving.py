@@ -10,7 +10,7 @@ import torch
 from ...contracts.device_payloads import StartedCopy
 from .runtime import MappedMemory
 
-__all__ = ["MAX_MAPPED", "BorrowedPart", "MappedDeviceSegments"]
+__all__ = ["MAX_MAPPED", "MappedDeviceSegments", "SegmentPart"]
 
 MAX_MAPPED = 1024
 """Segments that are mapped of one other worker."""
@@ -20,7 +20,7 @@ MAX_MAPPED = 1024
 class _Mapped:
     """A segment, which is unmapped when nothing refers to it any more."""
 
-    __slots__ = ("_on_unused", "borrowed", "memory", "number", "size")
+    __slots__ = ("_on_unused", "memory", "number", "size", "use")
 
     def __init__(
         self, number: int, size: int, memory: MappedMemory, on_unused: Callable[[int, MappedMemory], None]
@@ -28,7 +28,7 @@ class _Mapped:
         self.number = number
         self.size = size
         self.memory = memory
-        self.borrowed: weakref.ref[_Borrowed] | None = None
+        self.use: weakref.ref[_SegmentUse] | None = None
         """What the payloads in it share that have not been copied yet."""
         self._on_unused = on_unused
 
@@ -37,7 +37,7 @@ class _Mapped:
 
 
 @final
-class _Borrowed:
+class _SegmentUse:
     """A segment with payloads. It goes back when nothing refers to this object."""
 
     __slots__ = ("__weakref__", "_release", "mapped")
@@ -51,13 +51,13 @@ class _Borrowed:
 
 
 @final
-class BorrowedPart:
+class SegmentPart:
     """The bytes of one payload in a segment: a DeviceBuffer."""
 
-    __slots__ = ("_borrowed", "_nbytes", "_offset")
+    __slots__ = ("_nbytes", "_offset", "_use")
 
-    def __init__(self, borrowed: _Borrowed, offset: int, nbytes: int) -> None:
-        self._borrowed = borrowed
+    def __init__(self, use: _SegmentUse, offset: int, nbytes: int) -> None:
+        self._use = use
         self._offset = offset
         self._nbytes = nbytes
 
@@ -66,28 +66,28 @@ class BorrowedPart:
 
     def copy_to(self, target: torch.Tensor) -> StartedCopy:
         """Starts to copy the bytes. The copy keeps the segment until it is complete."""
-        return _PartCopy(self._borrowed.mapped.memory.copy_to(target, self._offset), self._borrowed)
+        return _PartCopy(self._use.mapped.memory.copy_to(target, self._offset), self._use)
 
 
 @final
 class _PartCopy:
-    __slots__ = ("_borrowed", "_copy")
+    __slots__ = ("_copy", "_use")
 
-    def __init__(self, copy: StartedCopy, borrowed: _Borrowed) -> None:
+    def __init__(self, copy: StartedCopy, use: _SegmentUse) -> None:
         self._copy = copy
-        self._borrowed: _Borrowed | None = borrowed
+        self._use: _SegmentUse | None = use
 
     def is_complete(self) -> bool:
         """Returns whether the copy is complete; then the segment goes back if it was the last one."""
         if not self._copy.is_complete():
             return False
-        self._borrowed = None
+        self._use = None
         return True
 
     def wait(self) -> None:
         """Waits for the copy, and gives the segment back if it was the last one."""
         self._copy.wait()
-        self._borrowed = None
+        self._use = None
 
 
 @final
@@ -131,7 +131,7 @@ class MappedDeviceSegments:
             removed = self._segments.pop(number, None)
         del removed  # without the lock: it may be unmapped now
 
-    def borrow(self, number: int, offset: int, nbytes: int) -> BorrowedPart:
+    def use(self, number: int, offset: int, nbytes: int) -> SegmentPart:
         """Returns the bytes of a payload. The segment goes back when no part of it is in use any more.
 
         Raises:
@@ -143,17 +143,17 @@ class MappedDeviceSegments:
                 raise ValueError(
                     f"malformed payload: {nbytes} bytes at {offset} in segment {number} of device memory"
                 )
-            borrowed = mapped.borrowed() if mapped.borrowed is not None else None
-            if borrowed is None:
-                borrowed = _Borrowed(mapped, self._release)
-                mapped.borrowed = weakref.ref(borrowed)
-        return BorrowedPart(borrowed, offset, nbytes)
+            use = mapped.use() if mapped.use is not None else None
+            if use is None:
+                use = _SegmentUse(mapped, self._release)
+                mapped.use = weakref.ref(use)
+        return SegmentPart(use, offset, nbytes)
 
     def drop(self, number: int) -> None:
         """Gives a segment back without looking at its bytes, unless some of them are in use."""
         with self._lock:
             mapped = self._segments.get(number)
-            is_unused = mapped is not None and (mapped.borrowed is None or mapped.borrowed() is None)
+            is_unused = mapped is not None and (mapped.use is None or mapped.use() is None)
         if is_unused:
             self._release(number)
 

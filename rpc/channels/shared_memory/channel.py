@@ -107,8 +107,8 @@ class SharedMemoryChannel:
             if segments is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
             if payload.segment.sent_back:
-                return segments.borrow_own(number, nbytes)
-            return segments.mapped.borrow(number, nbytes)
+                return segments.use_own(number, nbytes)
+            return segments.mapped.use(number, nbytes)
         except ValueError:
             former = self._former
             # A worker's numbers only grow.

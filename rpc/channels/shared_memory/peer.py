@@ -137,12 +137,12 @@ class PeerSegments:
         """Returns the highest number of a segment of the other worker, or of this one if it is sent back."""
         return self.pool.highest if sent_back else self.mapped.highest
 
-    def borrow_own(self, number: int, nbytes: int) -> memoryview:
+    def use_own(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes that came back in a segment of this worker. Raises ValueError if it was not there."""
-        borrowed = self.pool.borrow(self, number, nbytes)
-        if borrowed is None:
+        used = self.pool.use(self, number, nbytes)
+        if used is None:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}, which it has not got")
-        return borrowed
+        return used
 
     # Giving back.
 

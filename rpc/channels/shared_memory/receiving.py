@@ -138,7 +138,7 @@ class MappedSegments:
         self._is_closed = True
         return self.remove([*self._maps, *self._unmapped])
 
-    def borrow(self, number: int, nbytes: int) -> memoryview:
+    def use(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.
 
         Raises:

@@ -168,7 +168,7 @@ class SegmentPool:
                     segment.is_spent = True
         self.take_back(receiver, numbers)
 
-    def borrow(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
+    def use(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
         """Returns the bytes that the only receiver of a segment sends back in it; None if it may not.
 
         The segment is free again when nothing refers to them any more.

@@ -345,8 +345,8 @@ def test_a_worker_refuses_segments_that_contradict_themselves():
         mapped.check_new(7)
     for number, offset, nbytes in ((8, 0, 10), (7, 0, 101), (7, 90, 11), (7, 0, 0)):
         with pytest.raises(ValueError, match=f"malformed payload: {nbytes} bytes at {offset} in segment {number}"):
-            mapped.borrow(number, offset, nbytes)
-    parts = [mapped.borrow(7, 0, 60), mapped.borrow(7, 60, 40)]
+            mapped.use(number, offset, nbytes)
+    parts = [mapped.use(7, 0, 60), mapped.use(7, 60, 40)]
     assert list(map(len, parts)) == [60, 40]
     mapped.drop(7)  # in use, so that it goes back with the last part, and once
     parts.pop()
@@ -355,7 +355,7 @@ def test_a_worker_refuses_segments_that_contradict_themselves():
     assert given_back == [7, 7]
     mapped.drop(7)
     assert given_back == [7, 7, 7]
-    part = mapped.borrow(7, 0, 5)
+    part = mapped.use(7, 0, 5)
     mapped.close()
     assert unused == []  # a copy may be in flight
     del part

@@ -353,16 +353,16 @@ def test_only_the_receiver_gives_a_segment_back_and_once():
     segment, _ = pool.put(memoryview(b"some bytes"))
     size = segment.size
     for number, nbytes in ((segment.number + 1, size), (segment.number, 0), (segment.number, size // 4 - 1)):
-        assert pool.borrow("receiver", number, nbytes) is None
-    assert pool.borrow("receiver", segment.number, size + 1) is None
-    assert pool.borrow("another one", segment.number, size) is None
-    borrowed = pool.borrow("receiver", segment.number, size // 4)
-    assert pool.borrow("receiver", segment.number, size) is None
+        assert pool.use("receiver", number, nbytes) is None
+    assert pool.use("receiver", segment.number, size + 1) is None
+    assert pool.use("another one", segment.number, size) is None
+    used = pool.use("receiver", segment.number, size // 4)
+    assert pool.use("receiver", segment.number, size) is None
     pool.take_back("receiver", [segment.number])
     other, _ = pool.put(memoryview(b"others"))
     assert other is not segment
-    assert borrowed[:4] == b"some"
-    del borrowed
+    assert used[:4] == b"some"
+    del used
     assert pool.put(memoryview(b"others")) == (segment, False)
     for each in (segment, other):
         os.close(each.descriptor)
@@ -375,7 +375,7 @@ def test_a_segment_goes_back_once():
     os.close(segment.descriptor)
     address = mapped._maps[1].address
     assert mapped.begin_send_back(address, 1 << 16) is None  # not in use
-    buffer = mapped.borrow(1, 10)
+    buffer = mapped.use(1, 10)
     assert mapped.begin_send_back(address + 1, 1 << 16) is None
     assert mapped.begin_send_back(address, (1 << 17) + 1) is None
     assert mapped.begin_send_back(address, (1 << 15) - 1) is None
@@ -386,6 +386,6 @@ def test_a_segment_goes_back_once():
     del buffer
     assert mapped.end_send_back(1) is None
     assert not mapped.released
-    buffer = mapped.borrow(1, 10)  # it has come again
+    buffer = mapped.use(1, 10)  # it has come again
     del buffer
     assert list(mapped.released) == [1]

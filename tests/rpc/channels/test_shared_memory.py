@@ -388,12 +388,12 @@ def test_what_a_peer_says_of_segments_is_checked():
         mapped.add(1, 1 << 17, segment.descriptor)
     for number, nbytes in ((2, 10), (1, 0), (1, (1 << 17) + 1)):
         with pytest.raises(ValueError, match="malformed payload"):
-            mapped.borrow(number, nbytes)
+            mapped.use(number, nbytes)
     segment.fill(memoryview(struct.pack("<4I", 1, 2, 3, 4)))
-    buffer = mapped.borrow(1, 16)
+    buffer = mapped.use(1, 16)
     assert struct.unpack("<4I", buffer) == (1, 2, 3, 4)
     with pytest.raises(ValueError, match="malformed payload"):
-        mapped.borrow(1, 16)
+        mapped.use(1, 16)
     assert not released
     del buffer
     assert released == [True]

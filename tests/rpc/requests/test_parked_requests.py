@@ -29,7 +29,7 @@ def promise(number: int) -> rpc.RRef[Any]:
     value, fork = GlobalId((agent.info.id, 1_000_000 + number)), GlobalId((agent.info.id, 2_000_000 + number))
     references: Any = agent.extension(References)
     references._creating.add(value)
-    return rpc.RRef._of(UserHandle(agent, Fork(value, fork, agent.worker("worker1"), lease=references)))
+    return rpc.RRef._of(UserHandle(agent, Fork(value, fork, agent.worker("worker1"), keep_alive=references)))
 
 
 def value_here(rref: rpc.RRef[Any]) -> Any:
