@@ -89,7 +89,7 @@ class References(ReferenceExtension):
         """Notified when the owner of a dropped fork has removed it."""
         self._is_closed = False
         self._creating: set[GlobalId] = set()
-        """The values that `remote` has created here and that something here keeps alive, messages in flight too."""
+        """The values that `remote` has created here and that something here keeps alive, such as a message."""
         flow = agent.options.flow_control
         self._can_wait = min(flow.max_in_flight, flow.max_total_in_flight) >= MIN_WAITING_CALLS
         agent.control.on("rref.fork", self._on_fork)

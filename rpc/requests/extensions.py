@@ -20,6 +20,12 @@ E = TypeVar("E")
 log = logging.getLogger(__name__)
 
 
+class _Handlers(dict[MessageType.ValueType, Handler]):
+    def __missing__(self, kind: MessageType.ValueType) -> Handler:
+        name = MessageType.Name(kind) if kind in MessageType.values() else str(kind)
+        raise ValueError(f"message type {name} has no handler here: list its extension in gradwire.extensions")
+
+
 @final
 class Extensions:
     """Calls the hooks of an agent's extensions, in the order in which they were added.
@@ -29,7 +35,7 @@ class Extensions:
 
     def __init__(self, packer: Packer) -> None:
         """Args: packer: pickles messages; the extensions register reference types and reducers with it."""
-        self.handlers: dict[MessageType.ValueType, Handler] = {}
+        self.handlers: dict[MessageType.ValueType, Handler] = _Handlers()
         """The handlers of all extensions, by message type."""
         self._packer = packer
         self._extensions: Sequence[Extension] = ()
