@@ -1,12 +1,13 @@
 """An engine of a third party that moves all data through the group's store: slow, but short."""
 
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine, Setup
 from gradwire.c10d.engines.reductions import Reduction, combine, finish, prepare
+from gradwire.errors import CollectiveTimeoutError
 from torch import Tensor
 
 
@@ -27,13 +28,30 @@ class StoreEngine(Engine):
         self.store = setup.store
         self.round = 0
         self.message_counts: dict[tuple[int, int, int], int] = {}
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error  # which operations in flight raise as well
+
+    def wait(self, keys: list[str], timeout: float) -> None:
+        """Waits until all keys are set, or the group has failed."""
+        deadline = time.monotonic() + timeout
+        while self.error is None and not self.store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [key for key in keys if not self.store.check([key])]
+                raise CollectiveTimeoutError("an operation", timeout, f"what other ranks set: {missing}")
+            time.sleep(0.001)
+        if self.error is not None:
+            raise self.error
 
     def exchange(self, data: bytes, timeout: float) -> list[bytes]:
         """Returns the data of all ranks, in the order of ranks."""
         self.round += 1
         self.store.set(f"{self.round}/{self.rank}", data)
+        if self.round > 2:  # all have read it: else they would not have set what the last round has waited for
+            self.store.delete_key(f"{self.round - 2}/{self.rank}")
         keys = [f"{self.round}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, timedelta(seconds=timeout))
+        self.wait(keys, timeout)
         return [self.store.get(key) for key in keys]
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
@@ -62,7 +80,7 @@ class StoreEngine(Engine):
         if peer is None:
             raise self.unsupported("recv from any rank")
         key = self.message_key(peer, self.rank, tag)
-        self.store.wait([key], timedelta(seconds=timeout))
+        self.wait([key], timeout)
         copy_bytes(self.store.get(key), tensor)
         return peer
 
