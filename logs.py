@@ -33,7 +33,7 @@ ALL = "all"
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-LOGGERS = ("audit", "rpc.calls")
+LOGGERS = ("audit",)
 """Parts that have a logger, and are neither packages nor modules."""
 
 FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
@@ -111,19 +111,28 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
 class Tail(logging.Handler):
     """Keeps the last warnings and errors that gradwire has logged, from its making until `close`."""
 
-    def __init__(self, count: int) -> None:
-        """Args: count: how many lines are kept."""
+    def __init__(self, count: int, without: str = "") -> None:
+        """Begins to keep them.
+
+        Args:
+            count: how many lines are kept.
+            without: a part of gradwire whose lines are not.
+        """
         super().__init__(logging.WARNING)
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self._without = _logger_name(without) if without else ""
         self._lines: deque[tuple[float, str]] = deque(maxlen=count)
         logging.getLogger(ROOT_LOGGER).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a line; prints it where Python would do so if this handler were not there."""
-        self._lines.append((record.created, self.format(record)))
-        handlers = logging.getLogger(ROOT_LOGGER).handlers
-        is_printed = any(isinstance(each, _FallbackHandler) for each in handlers) or _program_has_handlers()
-        if not is_printed and logging.lastResort is not None:
+        """Keeps a line; has Python print it where it would do so if this handler were not there."""
+        if record.name != self._without:
+            try:
+                self._lines.append((record.created, self.format(record)))
+            except Exception:  # of what is logged
+                self.handleError(record)
+        tails = (each for each in logging.getLogger(ROOT_LOGGER).handlers if isinstance(each, Tail))
+        if next(tails, None) is self and logging.lastResort is not None and not _has_other_handlers(record):
             logging.lastResort.handle(record)
 
     def lines(self) -> list[tuple[float, str]]:
@@ -136,8 +145,18 @@ class Tail(logging.Handler):
         super().close()
 
 
+def _has_other_handlers(record: logging.LogRecord) -> bool:
+    """Returns whether a handler other than a Tail gets a record."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if any(not isinstance(each, Tail) for each in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
 def _program_has_handlers() -> bool:
-    """Returns whether there are handlers of the program's for what gradwire logs."""
+    """Returns whether there are handlers of the program's for all that gradwire logs."""
     own = logging.getLogger(ROOT_LOGGER)
     loggers = [own, logging.getLogger()] if own.propagate else [own]
     return any(not isinstance(each, _FallbackHandler | Tail) for logger in loggers for each in logger.handlers)

@@ -36,7 +36,7 @@ def command(url: str, interval: float, *, once: bool) -> None:
         raise click.ClickException(f"this needs {error.name}: {INSTALL_VIEW}") from None
     credentials = None
     try:
-        if url.startswith("https:"):
+        if url.lower().startswith("https:"):
             from ..net.security import Credentials
 
             credentials = Credentials.from_environment()

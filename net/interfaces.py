@@ -72,13 +72,16 @@ def address_for_others(toward: str = "", family: socket.AddressFamily = socket.A
 
 
 def _interface_address(name: str, family: socket.AddressFamily) -> str:
-    """Returns the first address of an interface that other hosts reach, or else the first."""
-    known = interface_addresses()
-    found = sorted((each for each in known.get(name, ()) if _is_of(family, each)), key=is_local)
-    if not found:
+    """Returns the first address of an interface, without those of one link, which mean nothing on other hosts."""
+    usable = {
+        each: [address for address in addresses if _is_of(family, address) and not _is_link_local(address)]
+        for each, addresses in interface_addresses().items()
+    }
+    if not (found := usable.get(name)):
+        names = ", ".join(each for each, addresses in usable.items() if addresses)
         raise ProcessGroupError(
             f"{INTERFACE_VARIABLE} names the interface {name!r}, which has no such address on this "
-            f"host: set it to one of {', '.join(known)}, or unset it"
+            f"host: set it to one of {names}, or unset it"
         )
     return found[0]
 
@@ -107,5 +110,9 @@ def own_address(host: str) -> str:
 
 def is_local(address: str) -> bool:
     """Returns whether a numeric address is a loopback or link-local one, which is not valid on other hosts."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback or _is_link_local(address)
+
+
+def _is_link_local(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    return parsed.is_loopback or (parsed.version == 6 and parsed.is_link_local)
+    return parsed.version == 6 and parsed.is_link_local

@@ -270,6 +270,13 @@ def test_ctrl_c_on_torchrun_shows_the_interrupts_of_the_program(python, tmp_path
         assert "threading.py" not in text
 
 
+def test_the_parts_that_the_page_names_exist():
+    page = (Path(logs.__file__).parent / "docs" / "logging.md").read_text()
+    parts = re.findall(r"^\| `([\w.]+)` \|", page, re.M)
+    assert len(parts) > 15
+    assert logs.parse_levels(",".join(f"{part}=info" for part in dict.fromkeys(parts)))
+
+
 def test_the_last_lines_are_kept_and_printed_as_without(python):
     program = """
 import logging
@@ -281,10 +288,32 @@ for each in "abc":
     log.warning(each)
 log.info("no warning")
 print([line for _, line in tail.lines()])
+another = logs.Tail(2, without="view")
+logging.getLogger("gradwire.view").warning("where the page is")
+print(another.lines())
+here = logging.StreamHandler()
+logging.getLogger("gradwire.rpc").addHandler(here)
+log.warning("by a handler of the program")
+logging.getLogger("gradwire.rpc").removeHandler(here)
+another.close()
 tail.close()
 log.warning("d")
 print(len(tail.lines()))
 """
     done = python.run("-c", program)
-    assert done.stdout == "['WARNING gradwire.rpc.agent: b', 'WARNING gradwire.rpc.agent: c']\n2\n"
-    assert done.stderr == "a\nb\nc\nd\n"
+    assert done.stdout == "['WARNING gradwire.rpc.agent: b', 'WARNING gradwire.rpc.agent: c']\n[]\n2\n"
+    assert done.stderr == "a\nb\nc\nwhere the page is\nby a handler of the program\nd\n"
+
+
+def test_a_line_that_cannot_be_written_harms_nobody(python):
+    program = """
+import logging
+from gradwire import logs
+
+tail = logs.Tail(2)
+logging.getLogger("gradwire.rpc").warning("%d", "no number")
+print(tail.lines())
+"""
+    done = python.run("-c", program)
+    assert done.stdout == "[]\n"
+    assert "Logging error" in done.stderr

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
 
+from ..net.peer_text import printable
 from .keys import KEY_VARIABLE, LinkFile, PageKey
 
 if TYPE_CHECKING:  # it needs torch, which takes seconds
@@ -86,7 +87,9 @@ class PageClient:
             text = answer.read(MAX_ANSWER_BYTES)
             found = json.loads(text) if answer.status == 200 else None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ConnectionError(f"the view at {self._host}:{self._port} does not answer: {error}") from error
+            raise ConnectionError(
+                f"the view at {self._host}:{self._port} does not answer: {printable(error, 500)}"
+            ) from error
         finally:
             connection.close()
         if not isinstance(found, dict):

@@ -40,9 +40,9 @@ class Viewing(Extension):
         """Finds who waits for whom, when this worker asks the others."""
         self._lost: deque[str] = deque(maxlen=MAX_EVENTS)
         """The names of the workers that were lost, the last ones."""
-        self._log = Tail(LOG_LINES)
-        self._log.addFilter(lambda record: record.name != "gradwire.view")  # where the page is: who sees it knows
-        self._process: psutil.Process | None = None
+        self._log = Tail(LOG_LINES, without="view")  # where the page is: who sees it knows
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # from which the first answer counts
         self._malformed: set[int] = set()
         """The workers whose last state was malformed, by wire id."""
 
@@ -82,8 +82,6 @@ class Viewing(Extension):
     def snapshot(self) -> dict[str, Any]:
         """Returns the state of this worker, as JSON values."""
         now = time.time()
-        if self._process is None:
-            self._process = psutil.Process()
         events = [each for each in list(self._events) if now - each["time"] < EVENTS_S]
         return snapshot(self.agent, self._process, events, self._log.lines())
 

@@ -78,7 +78,7 @@ def _of_workers(states: Json) -> Iterable[Metric]:
         ("memory_bytes", "Resident memory of the process.", lambda s: s["process"]["memory_bytes"]),
         (
             "gpu_memory_bytes",
-            "Device memory that the process has.",
+            "Device memory that torch has reserved in the process.",
             lambda s: s["process"]["gpu_memory_bytes"],
         ),
         ("start_time_seconds", "When the process started, since 1970.", lambda s: s["process"]["started"]),

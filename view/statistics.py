@@ -54,12 +54,6 @@ class _Series(ABC):
         self.last_error: tuple[float, str] | None = None
         """The time, in seconds since 1970, and the text of the last error."""
 
-    def note_error(self, error: BaseException | None) -> None:
-        """Keeps the text of an error."""
-        if error is not None:
-            text = printable(f"{type(error).__name__}: {_first_line(error)}", MAX_ERROR_CHARACTERS)
-            self.last_error = time.time(), text
-
     def merge_error(self, other: Self) -> None:
         """Keeps the later one of the errors of two series."""
         self.last_error = max(self.last_error, other.last_error, key=lambda each: each[0] if each else 0.0)
@@ -188,9 +182,10 @@ class CallStatistics(Extension):
     def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
         """Counts a call that has failed."""
         if (found := self._in_flight.get(identifier)) is not None:
+            last_error = _described(error)
             with self._lock:
                 found[0].failures[outcome] += 1
-                found[0].note_error(error)
+                found[0].last_error = last_error
                 self._failed += 1
 
     def on_complete(self, identifier: int) -> None:
@@ -256,9 +251,10 @@ class CallStatistics(Extension):
 
     def _end(self, served: _Served, began: int, error: BaseException | None) -> None:
         if error is not None:
+            last_error = _described(error)
             with self._lock:
                 served.failed += 1
-                served.note_error(error)
+                served.last_error = last_error
         served.durations.add(perf_counter_ns() - began)
 
     # Both.
@@ -360,12 +356,13 @@ def _key_of(kind: MessageType.ValueType, value: Any) -> Any:
     return function if isinstance(owner, ModuleType | type) else None  # others may have an `__eq__` of their own
 
 
-def _first_line(error: BaseException) -> str:
-    """Returns the first line of the text of an error, which is the program's, and may fail."""
+def _described(error: BaseException) -> tuple[float, str]:
+    """Returns the time, and the class and the first line of an error. Its text is the program's, and may fail."""
     try:
-        return str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0]
     except Exception:
-        return "its text cannot be read"
+        text = "its text cannot be read"
+    return time.time(), printable(f"{type(error).__name__}: {text}", MAX_ERROR_CHARACTERS)
 
 
 def _merged(series: Iterable[S]) -> list[S]:

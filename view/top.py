@@ -2,13 +2,16 @@
 
 import contextlib
 import os
+import re
 import select
 import sys
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from typing import Any, final
 
 from rich.console import Console, Group, RenderableType
@@ -33,6 +36,15 @@ MIN_ROWS = 2
 
 FRAME_LINES = 3
 """Lines of a table besides its rows: a blank one, the names of the columns, and what is said of more rows."""
+
+MAX_ROWS = 1000
+"""Rows of a table of calls, failures or links; a job of many workers may have more."""
+
+MAX_HEAD = 8
+"""Lines about the job and about those who wait, in a window."""
+
+MAX_LINKS = 2
+"""Bad links of a worker that are named."""
 
 KEYS = "q quit  a all tables  w f c l s one of them  ↑↓ scroll  o order of calls"
 
@@ -71,14 +83,18 @@ class Choice:
                 return replace(self, only=key, first=0)
             case "a":
                 return replace(self, only="", first=0)
-            case "\x1b[A" | "k":
+            case "\x1b[A" | "\x1bOA" | "k":
                 return replace(self, first=max(0, self.first - 1))
-            case "\x1b[B" | "j":
+            case "\x1b[B" | "\x1bOB" | "j":
                 return replace(self, first=self.first + 1)
             case "o":
                 names = list(ORDERS)
                 return replace(self, order=names[(names.index(self.order) + 1) % len(names)])
         return self
+
+    def within(self, rows: int) -> "Choice":
+        """Returns the same, without scrolling behind the last of so many rows."""
+        return replace(self, first=min(self.first, max(0, rows - 1)))
 
 
 @final
@@ -108,7 +124,7 @@ def show(client: PageClient, *, interval: float, once: bool) -> None:
     if once:
         console.print(render(overview))
         return
-    choice = Choice(console.height, console.width)
+    choice, problem = Choice(console.height, console.width), ""
     asked = time.monotonic()
     with (
         _keys() as next_key,
@@ -117,13 +133,13 @@ def show(client: PageClient, *, interval: float, once: bool) -> None:
         while (key := next_key(max(0.0, asked + interval - time.monotonic()))) != "q":
             choice = replace(choice.after(key), height=console.height, width=console.width)
             if not key:
-                asked = time.monotonic()
+                asked, problem = time.monotonic(), ""
                 try:
                     overview = client.overview()
                 except ConnectionError as error:
-                    live.update(Text(printable(error, 500), style="red"), refresh=True)
-                    continue
-            live.update(render(overview, choice), refresh=True)
+                    problem = f"not as it is now: {printable(error, 500)}"
+            choice = choice.within(max(len(each.rows) for each in _sections(overview, choice)))
+            live.update(render(overview, choice, problem), refresh=True)
 
 
 @contextlib.contextmanager
@@ -134,10 +150,14 @@ def _keys() -> Iterator[Callable[[float], str]]:
         return
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
+    pressed: deque[str] = deque()
 
     def next_key(seconds: float) -> str:
-        ready, _, _ = select.select([terminal], [], [], seconds)
-        return os.read(terminal, 8).decode(errors="replace") if ready else ""
+        if not pressed and select.select([terminal], [], [], seconds)[0]:
+            # Several, if they were pressed during a question. At the end of the terminal, as if it were quit.
+            text = os.read(terminal, 1024).decode(errors="replace") or "q"
+            pressed.extend(re.findall(r"\x1b[\[O].|.", text, re.S))
+        return pressed.popleft() if pressed else ""
 
     try:
         tty.setcbreak(terminal)
@@ -151,23 +171,37 @@ def _no_key(seconds: float) -> str:
     return ""
 
 
-def render(overview: Json, choice: Choice | None = None) -> RenderableType:
-    """Returns what is shown of the state of a job: by default all of it."""
+def render(overview: Json, choice: Choice | None = None, problem: str = "") -> RenderableType:
+    """Returns what is shown of the state of a job: by default all of it.
+
+    Args:
+        overview: the state.
+        choice: what of it.
+        problem: why it is an old one; empty if it is not.
+    """
     choice = choice or Choice()
-    head = [*_head(overview)]
+    head = [*([Text(problem, style="red")] if problem else []), *_head(overview)]
     sections = [each for each in _sections(overview, choice) if each.rows and choice.only in ("", each.name[0])]
-    counts = _rows_each(sections, choice, len(head))
-    tables = [_table(each, choice, count) for each, count in zip(sections, counts, strict=True)]
-    foot = [] if choice.height is None else [Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis")]
-    return Group(*head, *tables, *foot)
-
-
-def _rows_each(sections: Sequence[_Section], choice: Choice, head: int) -> list[int]:
-    """Returns how many rows of each table fit into the window: as many of each, as far as it has them."""
-    wanted = [len(each.rows) for each in sections]
     if choice.height is None:
-        return wanted
-    left = choice.height - head - 1 - FRAME_LINES * len(sections)
+        return Group(*head, *(_table(each, choice, len(each.rows)) for each in sections))
+    if len(head) > MAX_HEAD:
+        head = [*head[: MAX_HEAD - 1], Text(f"{len(head) - MAX_HEAD + 1} more lines", style="yellow")]
+    for each in head:
+        each.no_wrap, each.overflow = True, "ellipsis"
+    left = choice.height - len(head) - 1
+    fitting = max(1, min(len(sections), left // (FRAME_LINES + MIN_ROWS)))
+    keys = KEYS
+    if hidden := [each.name for each in sections[fitting:]]:
+        keys = f"{', '.join(hidden)}: press the first letter   {KEYS}"
+    counts = _rows_each(sections[:fitting], left)
+    tables = [_table(each, choice, count) for each, count in zip(sections[:fitting], counts, strict=True)]
+    return Group(*head, *tables, Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+
+
+def _rows_each(sections: Sequence[_Section], lines: int) -> list[int]:
+    """Returns how many rows of each table fit into so many lines: as many of each, as far as it has them."""
+    wanted = [len(each.rows) for each in sections]
+    left = lines - FRAME_LINES * len(sections)
     given = [min(each, MIN_ROWS) for each in wanted]
     while sum(given) < left and given != wanted:
         index = min((i for i in range(len(given)) if given[i] < wanted[i]), key=lambda i: given[i])
@@ -180,7 +214,7 @@ def _table(section: _Section, choice: Choice, count: int) -> RenderableType:
     first = max(0, min(choice.first, len(section.rows) - count))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     names, rows = (*section.texts, *section.numbers), section.rows[first : first + count]
-    widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=False)]
+    widths = [max(len(cell) for cell in column) for column in zip_longest(names, *rows, fillvalue="")]
     texts = len(section.texts)
     for name, width in zip(section.texts, widths, strict=False):
         least = min(width, MIN_TEXT_WIDTH)
@@ -190,7 +224,7 @@ def _table(section: _Section, choice: Choice, count: int) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     for row in rows:
         table.add_row(*row[:shown])
-    after = len(section.rows) - first - count
+    after = len(section.rows) - first - len(rows)
     more = [f"{first} above"] * bool(first) + [f"{after} more {section.name}"] * bool(after)
     more += [f"in a wider window: {', '.join(names[shown:])}"] * (shown < len(names))
     return Group(Text(), table, Text("; ".join(more), style="yellow")) if more else Group(Text(), table)
@@ -250,7 +284,9 @@ def _sections(overview: Json, choice: Choice) -> Iterator[_Section]:
     yield _Section("failures", errors, ("times", "ago"), _failures(overview))
     durations = ("ended", "in flight", "failed", "p50", "p99")
     yield _Section("calls", ("caller", "callee", "function"), durations, _calls(states, choice.order))
-    yield _Section("links", ("from", "to", "link"), ("messages", "bytes", "in flight"), [*_links(states)])
+    yield _Section(
+        "links", ("from", "to", "link"), ("messages", "bytes", "in flight"), [*islice(_links(states), MAX_ROWS)]
+    )
     counts = ("produced", "consumed", "not acknowledged", "not read")
     yield _Section("streams", ("worker",), counts, [*_streams(states)])
 
@@ -269,10 +305,12 @@ def _workers(overview: Json) -> Iterator[Row]:
             continue
         lost.pop(worker["name"], None)  # it is there again
         executor, traffic, process = state["queues"]["executor"], state["traffic"], state["process"]
-        bad = [f"{printable(peer)} {link['state']}" for peer, link in state["links"].items() if _is_bad(link)]
+        bad = [(peer, link["state"]) for peer, link in state["links"].items() if _is_bad(link)]
+        links = [f"{printable(peer)} {how}" for peer, how in bad[:MAX_LINKS]]
+        links += [f"{len(bad) - MAX_LINKS} more"] * (len(bad) > MAX_LINKS)
         yield (
             name,
-            Text(", ".join(bad) or "answers", style="yellow" if bad else ""),
+            Text(", ".join(links) or "answers", style="yellow" if bad else ""),
             _age(overview["time"] - process["started"]),
             f"{process['cpu_percent']:.0f} %",
             _bytes(process["memory_bytes"]),
@@ -312,7 +350,7 @@ def _failures(overview: Json) -> list[Row]:
             str(count),
             _age(overview["time"] - error["time"]),
         )
-        for (caller, callee, function), (count, error) in latest
+        for (caller, callee, function), (count, error) in latest[:MAX_ROWS]
     ]
 
 
@@ -328,7 +366,7 @@ def _calls(states: Sequence[tuple[str, Json]], order: str) -> list[Row]:
             _duration(call["duration"]["p50_s"]),
             _duration(call["duration"]["p99_s"]),
         )
-        for caller, call in found
+        for caller, call in found[:MAX_ROWS]
     ]
 
 

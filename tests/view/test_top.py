@@ -9,10 +9,12 @@ import os
 import pty
 import re
 import select
+import socket
 import stat
 import struct
 import subprocess
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -22,10 +24,10 @@ from gradwire import c10d, rpc
 from gradwire.cli.group import gradwire
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.page import Page
-from gradwire.view.top import render
+from gradwire.view.top import Choice, render
 from rich.console import Console
 
-from tests.remote_functions import add
+from tests.remote_functions import add, wait_until
 
 FUNCTIONS = (
     *(math.ceil, math.cos, math.cosh, math.erf, math.exp, math.fabs, math.floor, math.gamma, math.log, math.sin),
@@ -124,6 +126,57 @@ def test_who_is_missing_is_named_with_the_lines():
     assert not re.search(r'style="color: #\w+[^>]*>shutdown for', colours)
 
 
+def test_a_lost_worker_hides_nothing_of_the_others(workers):
+    a, b = workers.rpc(2, view=rpc.View(address="0"))
+    a.run(rpc.rpc_sync, "worker1", os.getpid)
+    b.kill()
+    a.run(lambda: wait_until(lambda: "worker1" in rpc.debug_info()["lost_workers"]))
+    shown = top(a.run(url)).output
+    assert re.search(r"worker1 +lost: its process has ended", shown)
+    assert re.search(r"worker +state +up +CPU +memory", shown)
+    assert re.search(r"worker0 +answers +\d+ s +\d+ % +[\d.]+ MiB", shown)
+
+
+def test_what_somebody_else_answers_is_shown_as_text(free_port):
+    with socket.create_server(("127.0.0.1", free_port)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"\x1b]0;title\x07 nonsense\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        done = top(f"http://127.0.0.1:{free_port}/")
+        thread.join()
+    assert done.exit_code == 1
+    assert "does not answer" in done.output
+    assert "\x1b" not in done.output
+
+
+def test_a_window_that_is_too_small_says_which_tables_are_not_shown():
+    rates = {"calls": [3, 0], "bytes": [0, 0], "lost": [0, 0], "returned": [0, 0]}
+    silent = [{"name": f"w{i}", "state": None, "error": "no answer"} for i in range(30)]
+    waits = [{"operation": "barrier", "group": "", "since": 90.0, "missing": [each["name"] for each in silent]}]
+    waits[0] |= {"call_site": "a.py:1", "missing_at": {}, "stuck": True}
+    overview = {
+        "time": 100.0,
+        "seconds": 2.0,
+        "asked_by": "a",
+        "workers": silent,
+        "timeline": rates,
+        "waits": waits,
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render({**overview, "waits": waits}, Choice(24, 80)))
+    text = console.export_text()
+    assert len(text.splitlines()) <= 24
+    assert "more lines" in text
+    assert "more workers" in text
+    assert Choice().after("j").within(1) == Choice()
+
+
 def fail(number):
     raise ValueError(f"number {number} is odd")
 
@@ -189,8 +242,8 @@ def test_in_a_terminal_it_says_what_does_not_fit(workers, python, tmp_path, colu
         shown = len(re.findall(r"worker0 +worker1", alone))
         assert f"{len(FUNCTIONS) + 1 - shown} more calls" in alone
         assert shown > lines - 9
-        terminal.press("\x1b[B")
-        terminal.read("1 above")
+        terminal.press("\x1b[B" * 3 + "k")  # as many come at once while the page is asked
+        terminal.read("2 above")
         terminal.press("q")
         assert terminal.process.wait(30) == 0
     finally:

@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -266,6 +268,17 @@ def test_the_interface_can_be_chosen(hosts):
 def test_an_unknown_interface_is_an_error(hosts):
     with pytest.raises(ProcessGroupError, match="GLOO_SOCKET_IFNAME names .* 'eth7', .* one of lo, eth0"):
         make_group_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth7")
+
+
+def test_an_address_of_one_link_is_told_to_nobody(monkeypatch):
+    of_link = [SimpleNamespace(family=socket.AF_INET6, address="fe80::1%eth7")]
+    whole = [*of_link, SimpleNamespace(family=socket.AF_INET6, address="2001:db8::7")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth7": of_link, "eth8": whole})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(ProcessGroupError, match="'eth7', which has no such address .* one of eth8,"):
+        interfaces.address_for_others()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    assert interfaces.address_for_others() == "2001:db8::7"
 
 
 def say_name_of_host(names: str) -> None:
