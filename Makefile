@@ -134,7 +134,7 @@ types-tests: $(READY)  ## types of the tests, examples and benchmarks, less stri
 
 coverage: $(READY)  ## the tests, and how much of the package they run, with a floor: out/coverage/html
 	rm -rf out/coverage && mkdir -p out/coverage
-	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/coverage run -m pytest --timeout 600 -n $(TEST_PROCESSES) --dist worksteal  # all is five times as slow
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet --directory out/coverage/html
 	$(BIN)/coverage report
