@@ -38,6 +38,26 @@ def test_help_is_shown_without_loading_torch():
     assert done.stdout.endswith("[]\ngradwire.rpc GradwireError\n")
 
 
+@pytest.mark.parametrize(
+    "arguments", [["top", "http://127.0.0.1:1"], ["certs", "names", "a b"], ["store", "--port", "x"], ["spawn"]]
+)
+def test_errors_are_shown_without_loading_torch(arguments):
+    program = (
+        "import sys\n"
+        f"sys.argv[:] = ['/somewhere/bin/gradwire', *{arguments}]\n"
+        "from gradwire.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert (done.returncode > 0, done.stdout) == (True, "False\n")
+    assert "Error: " in done.stderr
+
+
 @pytest.mark.parametrize(("name", "command"), all_commands().items())
 def test_help_explains_every_option_with_an_example(name, command):
     done = CliRunner().invoke(gradwire, [*name.split(), "--help"])
