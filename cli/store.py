@@ -45,9 +45,13 @@ def command(*, log: str, host: str, port: int, sync: bool, insecure: bool) -> No
     from ..errors import CredentialsError, StoreError
 
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+    before = {
+        number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         serve(log, host, port, stopped, sync=sync, insecure=insecure)
     except (CredentialsError, StoreError) as error:
         raise click.ClickException(str(error)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -205,7 +205,7 @@ def read_socket(data: bytes) -> None:
     def handle(envelope: agent_pb2.Envelope, *_: object) -> None:
         payload = envelope.body.segment
         with suppress(ValueError):
-            segments.mapped.lease(payload.number, payload.nbytes)[:1] = b"w"
+            segments.mapped.use(payload.number, payload.nbytes)[:1] = b"w"
 
     ours, theirs = socket.socketpair()
     with theirs, mock.patch.dict(frame_reader._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):

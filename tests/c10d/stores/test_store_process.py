@@ -482,8 +482,10 @@ def test_the_command(path, python):
 )
 def test_what_it_refuses(path, arguments, problem, capsys):
     held = Journal(path) if not arguments else None
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as ended:
         run_command(command, ["--log", path, *arguments], "gradwire store")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert problem in f"{ended.value.code} {capsys.readouterr().err}"
     if held is not None:
         held.close()
