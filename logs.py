@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import final
@@ -95,14 +95,14 @@ def set_levels_from_environment() -> None:
 
 @final
 class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints to stderr, as long as the program has no handlers for what gradwire logs."""
+    """Prints to stderr what no handler of the program gets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _program_has_handlers():
+        if all(each is self for each in _handlers_of(record)):
             self.stream = sys.stderr  # as it is now: programs replace it
             super().emit(record)
 
@@ -132,7 +132,7 @@ class Tail(logging.Handler):
             except Exception:  # of what is logged
                 self.handleError(record)
         tails = (each for each in logging.getLogger(ROOT_LOGGER).handlers if isinstance(each, Tail))
-        if next(tails, None) is self and logging.lastResort is not None and not _has_other_handlers(record):
+        if next(tails, None) is self and logging.lastResort is not None and not any(_handlers_of(record)):
             logging.lastResort.handle(record)
 
     def lines(self) -> list[tuple[float, str]]:
@@ -145,21 +145,12 @@ class Tail(logging.Handler):
         super().close()
 
 
-def _has_other_handlers(record: logging.LogRecord) -> bool:
-    """Returns whether a handler other than a Tail gets a record."""
+def _handlers_of(record: logging.LogRecord) -> Iterator[logging.Handler]:
+    """Yields the handlers that get a record, but for those that keep the last ones."""
     logger: logging.Logger | None = logging.getLogger(record.name)
     while logger is not None:
-        if any(not isinstance(each, Tail) for each in logger.handlers):
-            return True
+        yield from (each for each in logger.handlers if not isinstance(each, Tail))
         logger = logger.parent if logger.propagate else None
-    return False
-
-
-def _program_has_handlers() -> bool:
-    """Returns whether there are handlers of the program's for all that gradwire logs."""
-    own = logging.getLogger(ROOT_LOGGER)
-    loggers = [own, logging.getLogger()] if own.propagate else [own]
-    return any(not isinstance(each, _FallbackHandler | Tail) for logger in loggers for each in logger.handlers)
 
 
 def _logger_name(part: str) -> str:

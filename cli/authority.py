@@ -15,11 +15,8 @@ from ..net.worker_names import problem_of_name
 
 __all__ = ["make_authority", "make_worker"]
 
-CA_DAYS = 365.0
-WORKER_DAYS = 30.0
 
-
-def make_authority(folder: Path, days: float = CA_DAYS) -> list[Path]:
+def make_authority(folder: Path, days: float) -> list[Path]:
     """Makes a CA: `ca.pem`, which all workers get, and `ca-key.pem`, which none gets.
 
     Args:
@@ -38,9 +35,7 @@ def make_authority(folder: Path, days: float = CA_DAYS) -> list[Path]:
     return _write(folder, {"ca-key.pem": key_pem(key), "ca.pem": certificate}, replace=False)
 
 
-def make_worker(
-    worker: str, authority: Path, folder: Path, days: float = WORKER_DAYS, *, replace: bool = False
-) -> list[Path]:
+def make_worker(worker: str, authority: Path, folder: Path, days: float, *, replace: bool = False) -> list[Path]:
     """Makes the certificate of a worker, `WORKER.pem`, and its key, `WORKER-key.pem`.
 
     Args:

@@ -23,7 +23,7 @@ from ...net.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
 from ...net.listening import PortRange
 from ...net.security import Audit, Identity, printable, worker_host_name
 from ...net.socket_peers import address_of_peer, has_left, is_of_same_user
-from ...net.strangers import round_trip_s
+from ...net.unauthenticated import round_trip_s
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from .tls_socket import AnySocket, TlsSocket

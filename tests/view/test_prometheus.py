@@ -72,8 +72,8 @@ def prometheus(tmp_path):
 def test_prometheus_scrapes_the_calls_of_a_job(workers, prometheus, tmp_path, is_encrypted):
     credentials = None
     if is_encrypted:
-        make_authority(tmp_path)
-        make_worker("worker0", tmp_path, tmp_path)
+        make_authority(tmp_path, days=2)
+        make_worker("worker0", tmp_path, tmp_path, days=1)
         names = {"ca": "ca.pem", "certificate": "worker0.pem", "key": "worker0-key.pem"}
         credentials = c10d.Credentials(**{name: tmp_path / file for name, file in names.items()})
     members = workers.rpc(1 if is_encrypted else 2, view=rpc.View(address="0"), credentials=credentials)

@@ -1,4 +1,4 @@
-"""What a listener grants to strangers, who have not shown yet who they are: connections, and time."""
+"""What a listener grants to connections that have not authenticated: how many there may be, and how much time."""
 
 import contextlib
 import resource
