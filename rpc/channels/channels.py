@@ -19,6 +19,7 @@ from .chunked.channel import ChunkedChannel, ChunkParts
 from .cuda.channel import CudaIpcChannel
 from .cuda.devices import Devices
 from .cuda.runtime import DeviceRuntime
+from .freed_memory import keep_freed_memory
 from .local import LocalChannel
 from .shared_memory.channel import SharedMemoryChannel
 from .shared_memory.memory import SharedMemory
@@ -52,6 +53,7 @@ class Channels:
             load_devices: returns what copies tensors from CUDA devices and to them.
             used: returns the channels to other workers that there are.
         """
+        keep_freed_memory()
         loop, limits = chunks.loop, options.channels
         self.options = options
         self.cache = BufferCache(limits.max_cached_bytes)
