@@ -117,12 +117,7 @@ def _join_dynamic(
     where = choose_address(options, store, find_directory(options), None)
     group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
     log = RosterLog(store)
-
-    def find() -> Member | None:
-        log.catch_up()
-        return log.find(name)
-
-    vacancy = Vacancy(log, find, where, options, name, lambda: f"dynamic/{group}/{log.epoch}")
+    vacancy = Vacancy(log, where, options, name, lambda: f"dynamic/{group}/{log.epoch}")
     while True:
         namesake = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if namesake is not None and presence_of(namesake, where) is Presence.GONE:  # as before a restart

@@ -60,12 +60,7 @@ def rejoin(
     roster.begin(first)
     places = [(member.network, member.directory) for member in first]
     where = choose_address(options, store, find_directory(options), places)
-
-    def find() -> Member | None:
-        roster.catch_up()
-        return roster.of_rank(me.rank)
-
-    vacancy = Vacancy(roster, find, where, options, me.name, lambda: group)
+    vacancy = Vacancy(roster, where, options, me.name, lambda: group)
     while True:
         former = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if former is not None and presence_of(former, where) is not Presence.GONE:

@@ -70,6 +70,7 @@ class Roster:
         """The number of ranks of a static group; 0 for a dynamic one."""
         self.members: dict[int, Member] = {member.info.wire_id: member for member in first}
         """The current members by wire id."""
+        self._by_name = {member.info.name: member for member in first}
         self.departed: dict[int, Departed] = {}
         """The last MAX_DEPARTED of those that are members no longer, by wire id."""
         self._retired: set[int] = set()
@@ -111,12 +112,12 @@ class Roster:
         """Adds a member of a snapshot."""
         info = member.info
         if self.size:
-            is_sound = info.id < self.size and info.name == self._names[info.id] and self.of_rank(info.id) is None
+            is_sound = info.id < self.size and info.name == self._names[info.id]
         else:
-            is_sound = info.wire_id == info.id and self.find(info.name) is None
-        if not is_sound or info.wire_id in self.members:
+            is_sound = info.wire_id == info.id
+        if not is_sound or info.wire_id in self.members or self.find(info.name) is not None:
             raise RosterError(f"{info} cannot be a member beside the others")
-        self.members[info.wire_id] = member
+        self.members[info.wire_id] = self._by_name[info.name] = member
 
     def _join(self, member: Member) -> None:
         info = member.info
@@ -128,16 +129,17 @@ class Roster:
         elif info.id >= self.size or info.wire_id < self.size or info.name != self._names[info.id]:
             raise RosterError(f"{info} is no new incarnation of a member")
         else:
-            former = self.of_rank(info.id)
-            if former is not None:
+            if (former := self.find(info.name)) is not None:
                 self._remove(former.info.wire_id, "")
             for wire_id, each in self.departed.items():
                 if each.member.info.id == info.id and each.successor == -1:
                     self.departed[wire_id] = Departed(each.member, each.reason, each.evicted, info.wire_id)
-        self.members[info.wire_id] = member
+        self.members[info.wire_id] = self._by_name[info.name] = member
 
     def _remove(self, wire_id: int, reason: str, *, evicted: bool = False) -> None:
-        self.departed[wire_id] = Departed(self.members.pop(wire_id), reason, evicted)
+        member = self.members.pop(wire_id)
+        del self._by_name[member.info.name]
+        self.departed[wire_id] = Departed(member, reason, evicted)
         self._retired.add(wire_id)
         if len(self.departed) > MAX_DEPARTED:
             del self.departed[next(iter(self.departed))]
@@ -183,16 +185,12 @@ class Roster:
             restored.departed[end.member.info.wire_id] = end
         if not restored.departed.keys() <= retired or restored.members.keys() & retired:
             raise RosterError("its members and former members contradict each other")
-        self.members, self.departed = restored.members, restored.departed
-        self._retired, self.epoch = retired, epoch
+        self.members, self._by_name = restored.members, restored._by_name
+        self.departed, self._retired, self.epoch = restored.departed, retired, epoch
 
     def find(self, name: str) -> Member | None:
         """Returns the member of this name; None without one."""
-        return next((member for member in self.members.values() if member.info.name == name), None)
-
-    def of_rank(self, rank: int) -> Member | None:
-        """Returns the member of this rank; None without one."""
-        return next((member for member in self.members.values() if member.info.id == rank), None)
+        return self._by_name.get(name)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Returns the identity with which a worker can join.

@@ -98,11 +98,6 @@ class RosterLog:
         with self._lock:
             return dict(self._roster.departed)
 
-    def of_rank(self, rank: int) -> Member | None:
-        """Returns the member of this rank after the locally known prefix of the log; None without one."""
-        with self._lock:
-            return self._roster.of_rank(rank)
-
     def find(self, name: str) -> Member | None:
         """Returns the member of this name after the locally known prefix of the log; None without one."""
         with self._lock:

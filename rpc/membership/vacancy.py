@@ -40,7 +40,6 @@ class Vacancy:
     def __init__(
         self,
         roster: RosterLog,
-        find: Callable[[], Member | None],
         where: ListenAddress,
         options: RpcBackendOptions,
         name: str,
@@ -50,14 +49,12 @@ class Vacancy:
 
         Args:
             roster: the log of the group.
-            find: reads the log, and returns the member that has the place; None without one.
             where: the address of this worker.
             options: those of this worker, whose lease counts.
-            name: of this worker.
+            name: of this worker, which the member has, too.
             group: returns the name of the group, when the log has been read.
         """
         self._roster = roster
-        self._find = find
         self._where = where
         self._options = options
         self._name = name
@@ -93,6 +90,11 @@ class Vacancy:
                 f"{self._name!r} cannot take its place: end that process first"
             )
         return self._find()
+
+    def _find(self) -> Member | None:
+        """Reads the log, and returns the member that has the place; None without one."""
+        self._roster.catch_up()
+        return self._roster.find(self._name)
 
     def _is_settled(self, left: float) -> bool:
         """Returns whether the member is silent no more, or no member, within some seconds."""

@@ -128,9 +128,9 @@ def test_of_two_evictions_one_counts():
     assert again == WorkerInfo("w1", 1, 3)
     assert logs[2].join(Member(again, "127.0.0.1:9", 0))
     assert not logs[0].evict(1, "it was silent", 0)
-    assert logs[0].of_rank(1) is None
+    assert logs[0].find("w1") is None
     logs[0].catch_up()
-    assert logs[0].of_rank(1).info == again
+    assert logs[0].find("w1").info == again
     gone = logs[0].departed()[1]
     assert (gone.evicted, gone.successor, gone.why) == (True, 3, "it was evicted: it was silent")
 

@@ -151,7 +151,7 @@ def test_a_static_group_is_restored_from_a_snapshot():
         rank = number % 2
         info = log.choose(f"worker{rank}", rank)
         assert log.join(Member(info, "127.0.0.1:1", 0))
-    assert log.evict(2, "it did not answer", log.of_rank(0).info.wire_id)
+    assert log.evict(2, "it did not answer", log.find("worker0").info.wire_id)
     other = RosterLog(store, "group")
     other.begin(first)
     other.catch_up()
