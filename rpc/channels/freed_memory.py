@@ -5,7 +5,7 @@ import torch
 __all__ = ["keep_freed_memory"]
 
 BLOCK_BYTES = 31 << 20
-"""A block that moves glibc's thresholds when it is freed. The largest that does has 32 MiB with what glibc adds."""
+"""A block that moves glibc's thresholds when it is freed: the largest such has 32 MiB with what glibc adds."""
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,5 @@
 """The elements of many tensors as one payload: in groups, each of which begins at a multiple of some bytes."""
 
-from operator import attrgetter
 from typing import final
 
 import numpy as np
@@ -11,7 +10,7 @@ from .attached import ALIGNMENT
 
 __all__ = ["ALIGNMENT", "Gathered", "address_of"]
 
-_address, _nbytes, _numel = torch.Tensor.data_ptr, attrgetter("nbytes"), torch.Tensor.numel
+_address = torch.Tensor.data_ptr
 
 
 def address_of(data: memoryview) -> int:
@@ -26,21 +25,22 @@ class Gathered:
     __slots__ = ("_groups", "_parts", "nbytes")
 
     def __init__(self) -> None:
-        self._groups: list[tuple[int, list[torch.Tensor]]] = []
-        """Tensors, and their place in the payload."""
+        self._groups: list[tuple[int, list[torch.Tensor], int]] = []
+        """Tensors, their place in the payload, and the number of their elements."""
         self._parts: list[tuple[int, memoryview]] = []
         """Other bytes, and theirs."""
         self.nbytes = 0
         """Bytes of the payload so far."""
 
-    def add(self, tensors: list[torch.Tensor]) -> None:
+    def add(self, tensors: list[torch.Tensor], count: int) -> None:
         """Adds the elements of tensors, whose place the receiver knows.
 
         Args:
             tensors: of one dtype and, except for the first dimension, of the same sizes. They must not change
                 before they are copied.
+            count: the number of their elements.
         """
-        self._groups.append((self._reserve(sum(map(_nbytes, tensors))), tensors))
+        self._groups.append((self._reserve(count * tensors[0].itemsize), tensors, count))
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Adds other bytes; returns where the receiver finds them."""
@@ -58,8 +58,7 @@ class Gathered:
         for place, data in self._parts:
             target[place : place + data.nbytes] = data
         with torch.no_grad():  # one operation for each group
-            for place, tensors in self._groups:
-                count = sum(map(_numel, tensors))
+            for place, tensors, count in self._groups:
                 flat = torch.frombuffer(target, dtype=tensors[0].dtype, count=count, offset=place)
                 torch.cat(tensors, out=flat.view(-1, *tensors[0].shape[1:]))
 
@@ -74,6 +73,6 @@ class Gathered:
         return self._sources() == other._sources()
 
     def _sources(self) -> list[tuple[int, list[int]]]:
-        return [(place, list(map(_address, tensors))) for place, tensors in self._groups] + [
+        return [(place, list(map(_address, tensors))) for place, tensors, _ in self._groups] + [
             (place, [address_of(data)]) for place, data in self._parts
         ]

@@ -4,9 +4,9 @@ The memory is sent once, and the tensors share it again at the receiver. Tensors
 are sent one by one: autograd at the receiver would not know that a change in place of one of them changes others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from operator import attrgetter, mul, sub
+from contextlib import suppress
 
 import torch
 
@@ -18,15 +18,18 @@ __all__ = ["find_shared", "restore_shared", "storage_addresses"]
 _NONE: Mapping[int, agent_pb2.SharedMemory] = {}
 
 _storage, _address = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
-_first_element, _storage_offset = torch.Tensor.data_ptr, torch.Tensor.storage_offset
-_itemsize = attrgetter("itemsize")
 
 
-def storage_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Returns where the memory is of those tensors that are dense and on the CPU."""
-    dense = [each for each in tensors if each.is_cpu and each.layout is torch.strided]
-    # Not by their storages: some have none.
-    return map(sub, map(_first_element, dense), map(mul, map(_storage_offset, dense), map(_itemsize, dense)))
+def storage_addresses(tensors: Sequence[torch.Tensor]) -> AbstractSet[int]:
+    """Returns where the memory of tensors begins. Those without a storage, as sparse ones, have none."""
+    try:
+        return set(map(_address, map(_storage, tensors)))
+    except RuntimeError:  # of a tensor without a storage
+        addresses = set()
+        for tensor in tensors:
+            with suppress(RuntimeError):
+                addresses.add(tensor.untyped_storage().data_ptr())
+        return addresses
 
 
 def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Mapping[int, agent_pb2.SharedMemory]:
@@ -38,11 +41,8 @@ def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Ma
         tensors: all tensors of a message.
         leaves: indices of tensors that require grad but arrive as autograd leaves.
     """
-    try:
-        if len(set(map(_address, map(_storage, tensors)))) == len(tensors):  # the way of nearly all messages
-            return _NONE
-    except RuntimeError:  # of a tensor without a storage, as a sparse one
-        pass
+    if len(storage_addresses(tensors)) == len(tensors):  # the way of nearly all messages
+        return _NONE
     by_memory: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if (not tensor.requires_grad or index in leaves) and _is_plain(tensor) and tensor.numel():

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from itertools import repeat
-from operator import add, attrgetter, itemgetter, le, mul
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -38,7 +38,6 @@ GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 # For `map`, which takes a third of the time of a loop in Python.
 _kind = attrgetter("is_cpu", "layout", "is_nested", "dtype", "requires_grad", "shape")
 _is_contiguous, _offset = torch.Tensor.is_contiguous, torch.Tensor.storage_offset
-_nbytes, _shape, _first = attrgetter("nbytes"), attrgetter("shape"), itemgetter(0)
 _storage, _storage_bytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
@@ -67,58 +66,72 @@ class TableWriter:
         for position, kind in enumerate(map(_kind, tensors)):
             if position not in excluded:
                 by_kind[kind].append(position)
-        groups: dict[Any, list[int]] = defaultdict(list)
+        rows: dict[Any, tuple[list[int], list[torch.Tensor], list[int]]] = defaultdict(lambda: ([], [], []))
         for (is_cpu, layout, is_nested, dtype, requires_grad, shape), positions in by_kind.items():
-            if (
+            if not (
                 is_cpu
                 and layout is torch.strided
                 and not is_nested
                 and dtype in PLAIN_DTYPES
-                and 0 < math.prod(shape) * dtype.itemsize <= MAX_GATHERED_BYTES
+                and 0 < (nbytes := math.prod(shape) * dtype.itemsize) <= MAX_GATHERED_BYTES
                 and len(shape) < MAX_DIMENSIONS
             ):
-                groups[dtype, requires_grad, len(shape), shape[1:]] += positions
-        for positions in groups.values():
-            self._add_some(tensors, positions)
+                continue
+            alike = [tensors[position] for position in positions]
+            if not _have_memory(alike, nbytes):
+                continue
+            if not (shape and all(map(_is_contiguous, alike))):
+                self._add_by_strides(positions, alike)
+                continue
+            group = rows[dtype, requires_grad, shape[1:], len(shape)]
+            group[0].extend(positions)
+            group[1].extend(alike)
+            group[2].extend(repeat(shape[0], len(alike)))
+        for (_, _, sizes, _), (positions, alike, counts) in rows.items():
+            self._add(positions, alike, sizes, rows=counts)
         return [position for position in range(len(tensors)) if position not in self._added]
 
-    def _add_some(self, tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
-        """Adds tensors that differ in strides and the first size only, unless there are gaps in their memory."""
-        some = [tensors[position] for position in positions]
-        # FSDP, for one, takes the memory of tensors away.
-        ends = map(add, map(mul, map(_offset, some), repeat(some[0].itemsize)), map(_nbytes, some))
-        if not all(map(le, ends, map(_storage_bytes, map(_storage, some)))):
-            return
-        if all(map(_is_contiguous, some)):
-            self._add(positions, some, some[0].requires_grad)
-            return
+    def _add_by_strides(self, positions: list[int], tensors: list[torch.Tensor]) -> None:
+        """Adds tensors of one shape that may be permuted, unless there are gaps in their memory."""
         by_strides: dict[Any, list[int]] = defaultdict(list)
-        for position, tensor in zip(positions, some, strict=True):
-            by_strides[tensor.shape, tensor.stride()].append(position)
-        for (shape, strides), found in by_strides.items():
-            alike = [tensors[position] for position in found]
-            if alike[0].is_contiguous():
-                self._add(found, alike, some[0].requires_grad)
-            elif has_no_gaps(shape, strides):
+        for index, tensor in enumerate(tensors):
+            by_strides[tensor.stride()].append(index)
+        shape = tensors[0].shape
+        for strides, found in by_strides.items():
+            if has_no_gaps(shape, strides):
                 order = dims_by_descending_stride(strides)
-                self._add(found, [each.permute(order) for each in alike], some[0].requires_grad, order)
+                alike = [tensors[index].permute(order) for index in found]
+                self._add([positions[index] for index in found], alike, alike[0].shape, order=order)
 
     def _add(
-        self, positions: list[int], tensors: list[torch.Tensor], requires_grad: bool, order: Sequence[int] = ()
+        self,
+        positions: list[int],
+        tensors: list[torch.Tensor],
+        sizes: Sequence[int],
+        *,
+        rows: Sequence[int] = (),
+        order: Sequence[int] = (),
     ) -> None:
-        """Adds a group of contiguous tensors, whose dimensions the receiver permutes if there is an order."""
+        """Adds a group of contiguous tensors of `sizes`, or of rows of these, and an order to permute them."""
         self._added.update(positions)
-        shape = tensors[0].shape
-        has_rows = shape and not order
         self.table.groups.add(
             positions=positions,
             dtype=DTYPE_NUMBERS[tensors[0].dtype],
-            sizes=shape[1:] if has_rows else shape,
-            rows=list(map(_first, map(_shape, tensors))) if has_rows else (),
+            sizes=sizes,
+            rows=rows,
             order=order,
-            requires_grad=requires_grad,
+            requires_grad=tensors[0].requires_grad,
         )
-        self.gathered.add(tensors if shape else [each.view(1) for each in tensors])
+        count = math.prod(sizes) * (sum(rows) if rows else len(tensors))
+        self.gathered.add(tensors if tensors[0].dim() else [each.view(1) for each in tensors], count)
+
+
+def _have_memory(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
+    """Returns whether tensors of so many bytes have them. FSDP, for one, takes the memory of tensors away."""
+    itemsize, least = tensors[0].itemsize, min(map(_storage_bytes, map(_storage, tensors)))
+    if max(map(_offset, tensors)) * itemsize + nbytes <= least:
+        return True
+    return all(each.storage_offset() * itemsize + nbytes <= each.untyped_storage().nbytes() for each in tensors)
 
 
 @final
