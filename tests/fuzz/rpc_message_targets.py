@@ -35,6 +35,7 @@ from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.parsing import parse_envelope
+from gradwire.tracing.profile_request import SETTINGS, ProfileRequest
 from hypothesis import strategies as st
 
 from tests.fuzz.exposed import count_to, echo
@@ -44,7 +45,7 @@ from tests.fuzz.rpc_wire_targets import AUDIT, ENVELOPES, FAILURES, ME, MIB, PEE
 from tests.fuzz.target import Target
 from tests.simulated_peers import simulated_parts
 
-__all__ = ["RPC_MESSAGE_TARGETS"]
+__all__ = ["ANSWER_TYPES", "RPC_MESSAGE_TARGETS", "valid_messages"]
 
 OTHER = WorkerInfo("other", 2)
 
@@ -186,12 +187,17 @@ REQUESTS = (
     (MessageType.ALL_GATHER, ("topic", 0, (0, 1), "value", False)),
     (MessageType.ALL_GATHER_STATUS, ("topic", 0, (0, 1))),
     (MessageType.GREETING, None),
+    (MessageType.VIEW_SNAPSHOT, None),
+    (MessageType.VIEW_STACKS, None),
+    (MessageType.PROFILE_START, ProfileRequest(profile="1" * 32, settings=SETTINGS[:1]).encode()),
+    (MessageType.PROFILE_CLOCK, None),
+    (MessageType.PROFILE_STOP, "1" * 32),
 )
 
 
 @cache
-def _requests() -> list[bytes]:
-    """Returns envelopes with requests of each kind."""
+def valid_messages() -> list[bytes]:
+    """Returns envelopes as an agent sends them, but for its answers."""
     peer, threads = _agent(PEER)
     with holder.using(peer):
         rpc.rpc_async(ME, echo, (1, "two", torch.ones(3)), {"key": None})
@@ -212,9 +218,13 @@ def _requests() -> list[bytes]:
         stream.close()
         threads.run()
     peer._extensions.close()
-    credit = agent_pb2.Envelope(type=MessageType.STREAM_CREDIT)
+    credit, opened = (
+        agent_pb2.Envelope(type=each) for each in (MessageType.STREAM_CREDIT, MessageType.STREAM_OPENED)
+    )
     credit.stream.stream_id, credit.stream.items, credit.stream.nbytes = 5, 3, 1000
-    return [*threads.sent, credit.SerializeToString(), agent_pb2.Envelope(type=3, id=5).SerializeToString()]
+    opened.stream.stream_id = 3
+    others = (credit, opened, agent_pb2.Envelope(type=MessageType.CANCEL, id=5))
+    return [*threads.sent, *map(agent_pb2.Envelope.SerializeToString, others)]
 
 
 def _answer(kind: MessageType.ValueType, identifier: int, body: bytes) -> bytes:
@@ -241,16 +251,15 @@ BODIES = (
     | PICKLES
     | FAILURES
 )
+ANSWER_TYPES = (MessageType.RESULT, MessageType.ERROR, MessageType.STREAM_ITEM)
 ANSWERS = st.builds(
     _answer,
-    st.sampled_from(
-        [MessageType.RESULT, MessageType.RESULT, MessageType.ERROR, MessageType.STREAM_ITEM, MessageType.CALL]
-    ),
+    st.sampled_from([*ANSWER_TYPES, MessageType.RESULT, MessageType.CALL]),
     st.integers(1, 8),
     BODIES,
 )
 MESSAGES = st.lists(
-    st.deferred(lambda: st.sampled_from(_requests()))
+    st.deferred(lambda: st.sampled_from(valid_messages()))
     | ANSWERS
     | ENVELOPES.map(agent_pb2.Envelope.SerializeToString),
     max_size=5,

@@ -4,9 +4,12 @@ import os
 import re
 
 import pytest
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.contracts.messages import MessageType
 from hypothesis import given, settings
 
 from tests.fuzz import runner
+from tests.fuzz.rpc_message_targets import ANSWER_TYPES, valid_messages
 from tests.fuzz.target import run
 from tests.fuzz.targets import TARGETS
 
@@ -24,6 +27,11 @@ def test_random_inputs(target):
         run(target, data)
 
     check()
+
+
+def test_messages_of_all_types_are_among_the_inputs():
+    types = {agent_pb2.Envelope.FromString(each).type for each in valid_messages()} | set(ANSWER_TYPES)
+    assert types == set(MessageType.values()) - {MessageType.MESSAGE_TYPE_UNSPECIFIED}
 
 
 def test_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
