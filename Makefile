@@ -45,7 +45,7 @@ test: $(READY)   ## what every change must pass
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 matrix:          ## the tests on every torch and Python supported: make matrix TORCH="2.11.0 2.15.0" PYTHONS=python3.13
-	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(PYTHONS:%=--python %) $(TORCH)
+	$(PYTHON) -m tests.packaging.matrix --make "$(MAKE)" $(PYTHONS:%=--python %) $(TORCH)
 
 bench: $(READY)  ## all cases against TensorPipe in one table, steps of a call, idle workers, TLS, watching: docs/benchmarks
 	$(BIN)/python -m benchmarks --save docs/benchmarks
@@ -103,7 +103,7 @@ endings: $(READY)     ## programs that end by handlers, threads, signals, in ate
 	$(BIN)/python -m tests.endings
 
 browser: docs $(VENV)/.long ## the page of running jobs and the site in Chromium, and a job scraped by Prometheus; with PICTURES=docs/pictures, saves those
-	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view tests/test_site_in_browser.py
+	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view tests/docs/test_site_in_browser.py
 
 $(VENV)/.long: $(READY) requirements-long.txt
 	$(PIP) install -r requirements-long.txt

@@ -6,7 +6,7 @@ from gradwire import autograd, rpc
 from torch import Tensor, nn
 
 from tests import remote_functions
-from tests.mixed_module import Mixed
+from tests.nn.mixed_module import Mixed
 from tests.remote_functions import identity
 
 

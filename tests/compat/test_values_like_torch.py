@@ -8,7 +8,7 @@ import torch
 from gradwire import compat
 from torch import Tensor, nn
 
-from tests.mixed_module import Mixed
+from tests.nn.mixed_module import Mixed
 from tests.remote_functions import identity
 
 kept: list[Any] = []

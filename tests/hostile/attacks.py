@@ -22,7 +22,7 @@ from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, VOUCH_METHOD
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
-from tests.http2 import PREFACE, data_in, grpc_request
+from tests.net.http2 import PREFACE, data_in, grpc_request
 
 __all__ = ["Attempt", "Outcome", "TlsClient", "attempt_all", "become", "openings", "served_serial_number"]
 

@@ -27,8 +27,8 @@ from gradwire.proto.v1 import store_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.audit_records import events, record_all, the_event
 from tests.certificates import OTHER_TOKEN, TOKEN
+from tests.net.audit_records import events, record_all, the_event
 from tests.remote_functions import connect_to, wait_until
 
 EVIL = "\x1b[31mred\x07\r\nevent=authenticate \u202eesrever\x00\u2028"

@@ -13,8 +13,8 @@ from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
 from gradwire.rref.owner_table import OwnedValue
 
-from tests.bad_network import BadNetwork
 from tests.remote_functions import add, wait_until
+from tests.rpc.peers.bad_network import BadNetwork
 
 kept: dict[int, list[rpc.RRef]] = {}
 """By the id of the agent's worker."""

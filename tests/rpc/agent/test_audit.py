@@ -29,7 +29,8 @@ from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
 from gradwire.rpc.wire.failures import decode_failure
 
-from tests.audit_records import FIELDS, events, record_all, the_event
+from tests.docs.test_docs import run_code, snippets
+from tests.net.audit_records import FIELDS, events, record_all, the_event
 from tests.remote_functions import add, wait_until
 from tests.rpc.agent.test_admission import HELLO, Stranger, check_calls, status_of
 from tests.rpc.agent.test_credentials_of_agents import of_token, say_hello
@@ -37,7 +38,6 @@ from tests.rpc.channels.test_received_bounds import announcement
 from tests.rpc.transports.test_envelope_sockets import frame
 from tests.rpc.transports.test_tls_connections import address, dial, with_listener
 from tests.rpc.transports.tls_pairs import TOKEN, authority, certified, identity_of
-from tests.test_docs import run_code, snippets
 
 EVIL = "\x1b[31mworker1\n\u202e"
 SHOWN = "\\x1b[31mworker1\\n\\u202e"

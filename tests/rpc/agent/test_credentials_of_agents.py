@@ -27,7 +27,7 @@ from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
 
 from tests.certificates import EXPIRED, OTHER_TOKEN, TOKEN, ca_pem, make_authority, write
-from tests.http2 import grpc_request
+from tests.net.http2 import grpc_request
 from tests.remote_functions import add
 from tests.workers import Worker, Workers
 

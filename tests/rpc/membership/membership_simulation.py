@@ -39,8 +39,8 @@ from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.handshake import Handshake, RefusedError
 from gradwire.rpc.transports.probe import Reach
 
+from tests.rpc.membership.virtual_time import VirtualTimeLoop
 from tests.simulated_peers import SilentTransport, simulated_parts
-from tests.virtual_time import VirtualTimeLoop
 
 LIVENESS = Liveness(heartbeat=1, suspect_after=5, lease=60)
 

@@ -17,9 +17,9 @@ from gradwire.rpc.peers import control, control_stream
 from gradwire.rref import forks
 from gradwire.rref.forks import References
 
-from tests.bad_network import BadNetwork, Recorder
 from tests.remote_functions import add, wait_until
 from tests.rpc.execution.interruption import UNINTERRUPTED, Interruption
+from tests.rpc.peers.bad_network import BadNetwork, Recorder
 
 FOREVER_S = 3600.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.view.browser import LONGER, browser_or_skip
 
-SITE = Path(__file__).parent.parent / "out" / "docs"
+SITE = Path(__file__).parent.parent.parent / "out" / "docs"
 PAGES = ["index.html", "rpc.html", "failures.html", "architecture.html", "reference/gradwire.rpc.html"]
 
 

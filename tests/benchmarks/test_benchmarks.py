@@ -32,7 +32,7 @@ from benchmarks.report import PAIRS
 from tests.hosts import why_unavailable
 from tests.workers import use_fork_server
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 SLOW = {"echo 64 MiB", "echo 256 MiB", "300 tensors of 4 MiB", "backward, 5,000 nodes in one process"}
 """Cases that are measured as others are, and take long on a busy machine."""

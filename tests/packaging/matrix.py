@@ -1,6 +1,6 @@
 """Runs `make test` on several releases of torch and of Python, and prints a table of results.
 
-python -m tests.matrix --python python3.12 --python python3.13 2.11.0 2.15.0
+python -m tests.packaging.matrix --python python3.12 --python python3.13 2.11.0 2.15.0
 
 All releases of torch run on the interpreter that runs this. The release in requirements-torch.txt runs on each
 other interpreter, too: of the PATH, or of pyenv. An interpreter that is not found is told, and left out.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 __all__ = ["Result", "main", "table"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 COUNTS = ("passed", "failed", "errors", "skipped")
 THIS_PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -56,7 +56,7 @@ def table(results: Sequence[Result]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit status, 0 if all tests passed in all runs."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.matrix", description="make test, on releases of torch and of Python"
+        prog="python -m tests.packaging.matrix", description="make test, on releases of torch and of Python"
     )
     parser.add_argument("--make", default="make", help="the make that runs the tests")
     parser.add_argument("--python", action="append", default=[], help="an interpreter, such as python3.13")

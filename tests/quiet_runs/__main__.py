@@ -30,7 +30,7 @@ from tests.ports import free_port
 
 __all__ = ["PROGRAMS", "Report", "quiet_runs"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = ("tests.compat.programs.parameter_server", "tests.compat.programs.pipeline")
 EXAMPLE = "examples.parameter_server"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "failures.md").read_text()
 ROWS = [row.strip("| ").split(" | ") for row in re.findall(r"^\| [A-Z].*\|$", PAGE, re.M)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import ROOT, THIS_PYTHON, Result, main, table
+from tests.packaging.matrix import ROOT, THIS_PYTHON, Result, main, table
 
 FAKE = """#!/bin/sh
 echo "make $*"
@@ -20,7 +20,7 @@ echo "=== 8 passed, 2 skipped in 12.50s ==="
 def fake(tmp_path, monkeypatch) -> str:
     """A make that runs no tests, and a checkout without environments."""
     (tmp_path / "requirements-torch.txt").write_text((ROOT / "requirements-torch.txt").read_text())
-    monkeypatch.setattr("tests.matrix.ROOT", tmp_path)
+    monkeypatch.setattr("tests.packaging.matrix.ROOT", tmp_path)
     path = tmp_path / "make"
     path.write_text(FAKE)
     path.chmod(0o755)

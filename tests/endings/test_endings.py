@@ -1,6 +1,6 @@
 """Programs end in every way: one run of some of those of `python -m tests.endings`; each takes a second."""
 
-from tests.endings import ROOT, endings
+from tests.endings.__main__ import ROOT, endings
 
 NAMES = ["handler", "thread", "twice", "atexit", "SIGTERM that exits", "Ctrl-C", "peer killed and handler"]
 

@@ -1,4 +1,4 @@
-"""A page of a user's program for tests/test_types.py, which compares what mypy says of it with the comments.
+"""A page of a user's program for test_types.py, which compares what mypy says of it with the comments.
 
 It is never run.
 """

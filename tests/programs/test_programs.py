@@ -9,7 +9,7 @@ from tests.programs.report import Comparison, table
 from tests.programs.runner import Outcome, agree, run
 from tests.remote_functions import wait_until
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def outcome(*results: str, status: int | None = 0, reason: str = "") -> Outcome:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.quiet_runs import PROGRAMS, ROOT, Report, new_lines, quiet_runs
+from tests.quiet_runs.__main__ import PROGRAMS, ROOT, Report, new_lines, quiet_runs
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -17,7 +17,7 @@ from tests.certificates import TOKEN
 from tests.hosts import Network
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-FOLDER = Path(__file__).parents[1] / "examples" / "kubernetes"
+FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 MANIFESTS = {path.name: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 

@@ -40,7 +40,7 @@ from tests.interpreters import Python
 
 __all__ = ["WAYS", "Report", "endings"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 SUBJECT, PEER = "subject", "peer"
 
