@@ -160,11 +160,11 @@ class Worker:
     def describe(self) -> str:
         """Returns the worker's output, which ends with the stacks of its threads if it is alive."""
         if not self._stopped and self.process.is_alive():
-            size = self.log.stat().st_size if self.log.exists() else 0
+            size = self._log_bytes()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
             deadline = time.monotonic() + 2
-            while time.monotonic() < deadline and self.log.stat().st_size == size:
+            while time.monotonic() < deadline and self._log_bytes() == size:
                 time.sleep(0.01)  # faulthandler writes from a signal handler and tells nobody
         state = "alive"
         if self._stopped:
@@ -173,6 +173,9 @@ class Worker:
             state = f"exit code {self.process.exitcode}"
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"({state})\n{text[-20_000:]}"
+
+    def _log_bytes(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0  # the worker makes it, when it has begun
 
     def _is_busy(self) -> bool:
         """Returns whether it still runs a function that it was given."""
