@@ -16,8 +16,8 @@ There are four kinds of engine, told apart by class variables:
   needs none of these threads any more may return a PendingOperation before it is done; the next is then called.
 - A blocking engine with `posts_receives` returns a PendingOperation from `recv`, so that receives with different
   tags may complete in any order.
-- With `blocking = False` every operation starts on the caller's thread and returns a PendingOperation. Several that
-  the program issues as one go through `start`, which may combine them.
+- With `blocking = False` every operation starts on the caller's thread and returns a PendingOperation. Several
+  that the program issues as one go through `start`, which may combine them.
 - With `uses_streams` as well, operations run on GPU streams: `PendingOperation.wait` makes the current streams
   wait rather than the caller, and callbacks run as soon as `wait` would not block the caller.
 """
