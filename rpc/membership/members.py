@@ -74,7 +74,14 @@ def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seco
 
 
 def _members(records: Sequence[bytes]) -> list[Member]:
-    return [Member.from_record(json.loads(record)) for record in records]
+    """Returns the members of a new group by rank. Raises ValueError if records are malformed or contradictory."""
+    members = [Member.from_record(json.loads(record)) for record in records]
+    for rank, member in enumerate(members):
+        if not member.info.wire_id == member.info.id == rank:
+            raise ValueError(f"rank {rank} says that it is {member.info}")
+    if len({member.info.name for member in members}) < len(members):
+        raise ValueError("several have one name")
+    return members
 
 
 def formed_group(barrier: StartBarrier) -> tuple[str, list[Member]] | None:
@@ -85,5 +92,4 @@ def formed_group(barrier: StartBarrier) -> tuple[str, list[Member]] | None:
         group = json.loads(next(rounds)[0])[0]
     except (StopIteration, ValueError, TypeError, LookupError, RecursionError):
         return None
-    is_sound = all(member.info.wire_id == member.info.id == rank for rank, member in enumerate(members))
-    return (str(group), members) if is_sound else None
+    return str(group), members

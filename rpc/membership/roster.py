@@ -4,7 +4,7 @@ Nothing here waits, or knows of stores and connections: see roster_log.py for th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, final
 
@@ -40,6 +40,18 @@ class Departed:
     evicted: bool = False
     successor: int = -1
 
+    @classmethod
+    def from_record(cls, record: Any) -> "Departed":
+        """Returns what `dataclasses.asdict` has made a record of.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        end = cls(**{**record, "member": Member.from_record(record["member"])})
+        if not isinstance(end.reason, str) or type(end.evicted) is not bool or type(end.successor) is not int:
+            raise ValueError(f"it describes no end of a worker: {str(record)[:200]!r}")
+        return replace(end, reason=end.reason[:MAX_REASON])
+
     @property
     def was_removed(self) -> bool:
         """Whether others have ended its membership, so that it is lost even if its process should live."""
@@ -71,6 +83,7 @@ class Roster:
         self.members: dict[int, Member] = {member.info.wire_id: member for member in first}
         """The current members by wire id."""
         self._by_name = {member.info.name: member for member in first}
+        """The same by name, which is unique."""
         self.departed: dict[int, Departed] = {}
         """The last MAX_DEPARTED of those that are members no longer, by wire id."""
         self._retired: set[int] = set()
@@ -108,14 +121,18 @@ class Roster:
         else:
             raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
 
+    def _can_have(self, info: WorkerInfo) -> bool:
+        """Returns whether a worker of this name and these ids can be a member at some time."""
+        is_first = info.wire_id == info.id
+        if not self.size:
+            return is_first
+        has_place = info.id < self.size and info.name == self._names[info.id]
+        return has_place and (is_first or info.wire_id >= self.size)
+
     def _add(self, member: Member) -> None:
         """Adds a member of a snapshot."""
         info = member.info
-        if self.size:
-            is_sound = info.id < self.size and info.name == self._names[info.id]
-        else:
-            is_sound = info.wire_id == info.id
-        if not is_sound or info.wire_id in self.members or self.find(info.name) is not None:
+        if not self._can_have(info) or info.wire_id in self.members or self.find(info.name) is not None:
             raise RosterError(f"{info} cannot be a member beside the others")
         self.members[info.wire_id] = self._by_name[info.name] = member
 
@@ -123,13 +140,13 @@ class Roster:
         info = member.info
         if info.wire_id in self.members or info.wire_id in self._retired:
             raise RosterError(f"the id of {info} belongs to another worker")
-        if not self.size:
-            if self.find(info.name) is not None or info.wire_id != info.id:
-                raise RosterError(f"the id or name of {info} belongs to another worker")
-        elif info.id >= self.size or info.wire_id < self.size or info.name != self._names[info.id]:
-            raise RosterError(f"{info} is no new incarnation of a member")
-        else:
-            if (former := self.find(info.name)) is not None:
+        if not self._can_have(info):
+            raise RosterError(f"{info} is no new incarnation of a member" if self.size else f"{info} has two ids")
+        former = self.find(info.name)
+        if not self.size and former is not None:
+            raise RosterError(f"the name of {info} belongs to another worker")
+        if self.size:
+            if former is not None:
                 self._remove(former.info.wire_id, "")
             for wire_id, each in self.departed.items():
                 if each.member.info.id == info.id and each.successor == -1:
@@ -180,8 +197,10 @@ class Roster:
         restored.size, restored._names = self.size, self._names
         for each in record["members"]:
             restored._add(Member.from_record(each))
-        for each in record["departed"]:
-            end = Departed(**{**each, "member": Member.from_record(each["member"])})
+        for each in record["departed"][-MAX_DEPARTED:]:
+            end = Departed.from_record(each)
+            if not restored._can_have(end.member.info):
+                raise RosterError(f"{end.member.info} was no member")
             restored.departed[end.member.info.wire_id] = end
         if not restored.departed.keys() <= retired or restored.members.keys() & retired:
             raise RosterError("its members and former members contradict each other")
@@ -200,19 +219,21 @@ class Roster:
             rank: the rank that it wants; -1, in a dynamic group, for the lowest free one.
 
         Raises:
-            RendezvousError: another worker has the name or the rank.
+            RendezvousError: another worker has the name or the rank, or nobody can have the rank.
         """
         used = self.used_ids
         if self.size:
             if not 0 <= rank < self.size or self._names[rank] != name:
                 raise RendezvousError(f"the group that has formed has no worker {name!r} with rank {rank}")
-            return WorkerInfo(name, rank, max(*used, self.size - 1) + 1)
+            return WorkerInfo(name, rank, max([self.size - 1, *used]) + 1)
         holder = self.find(name)
         if holder is not None:
             raise RendezvousError(
                 f"worker name {name!r} is not unique: the member with id {holder.info.id} at "
                 f"{holder.address} has it; give each worker a name of its own"
             )
+        if rank > MAX_ID:
+            raise RendezvousError(f"rank {rank} is too large: the largest is {MAX_ID}")
         if rank in used:
             raise RendezvousError(
                 f"rank {rank} is taken: in a dynamic group no two workers have the same rank, even one after "

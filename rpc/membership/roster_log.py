@@ -35,8 +35,8 @@ __all__ = ["RosterLog"]
 LEAVE_TIMEOUT_S = 2.0
 """Seconds that a worker which leaves waits for the store. Without it, others find out later that it is gone."""
 
-MAX_ENTRY_CHARACTERS = 64 << 10
-"""Characters of the longest entry; the device maps of a worker are in it."""
+MAX_ENTRY_CHARACTERS = 1 << 20
+"""Characters of the longest entry; the device maps of a worker, to each other one, are in it."""
 
 MAX_SNAPSHOT_CHARACTERS = 64 << 20
 
@@ -216,8 +216,17 @@ class RosterLog:
             return self._roster.choose(name, rank)
 
     def join(self, member: Member) -> bool:
-        """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster."""
-        return self._append({"join": asdict(member)})
+        """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster.
+
+        Raises:
+            RosterError: the others would refuse it.
+        """
+        record = asdict(member)
+        try:
+            Member.from_record(record)
+        except ValueError as error:
+            raise RosterError(f"worker {member.info.name!r} cannot join: {error}") from None
+        return self._append({"join": record})
 
     def leave(self, identifier: int, reason: str = "") -> None:
         """Appends a leave to the log, unless the member has left already. Raises what the store raises."""
@@ -268,6 +277,11 @@ class RosterLog:
 
     def _append(self, entry: Mapping[str, Any]) -> bool:
         text = json.dumps(entry)
+        if len(text) > MAX_ENTRY_CHARACTERS:  # all workers would refuse it, and all that follow it
+            raise RosterError(
+                f"what the others have to know has {len(text)} characters, of {MAX_ENTRY_CHARACTERS} at most: "
+                "give fewer device maps"
+            )
         position = self._version.length
         stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
         self._add(position, stored)

@@ -51,7 +51,7 @@ class Vacancy:
             roster: the log of the group.
             where: the address of this worker.
             options: those of this worker, whose lease counts.
-            name: of this worker, which the member has, too.
+            name: that of this worker, and of the member whose place it wants.
             group: returns the name of the group, when the log has been read.
         """
         self._roster = roster

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 
 import pytest
@@ -12,7 +12,7 @@ from gradwire.proto.v1.store_pb2 import Operation, Outcome
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.membership.roster import RosterError
+from gradwire.rpc.membership.roster import Roster, RosterError
 from gradwire.rpc.membership.roster_log import RosterLog
 from hypothesis import given
 from hypothesis import strategies as st
@@ -318,3 +318,60 @@ def test_nothing_is_learned_without_the_store(known):
     store.check = fail
     with pytest.raises(RosterError, match="the store cannot tell entry 3 of its roster: it has gone"):
         log.learn(version)
+
+
+@pytest.mark.parametrize(
+    ("joining", "error"),
+    [
+        (
+            replace(
+                member("b", 1),
+                device_maps={f"w{i}": {f"cuda:{j}": "cuda:0" for j in range(9)} for i in range(9000)},
+            ),
+            "characters, of .* at most: give fewer device maps",
+        ),
+        (replace(member("b", 1), address=""), "'b' .*cannot join: it describes no worker"),
+        (Member(WorkerInfo("b", 1 << 31), "127.0.0.1:1", 0), "cannot join"),
+    ],
+    ids=["device maps", "address", "id"],
+)
+def test_a_join_that_others_would_refuse_is_not_stored(joining, error):
+    store = HashStore()
+    log = RosterLog(store)
+    assert log.join(member("a", 0))
+    with pytest.raises(RosterError, match=error):
+        log.join(joining)
+    assert log.join(member("c", 2))
+    other = RosterLog(store)
+    other.catch_up()
+    assert names(other) == ["a", "c"]
+
+
+def test_ranks_that_nobody_can_have_are_refused():
+    with pytest.raises(RendezvousError, match=f"rank {1 << 31} is too large: the largest is {(1 << 31) - 1}"):
+        RosterLog(HashStore()).choose("a", 1 << 31)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"members": [asdict(Member(WorkerInfo("a", 0, 1), "127.0.0.1:1", 0))]},  # the wire id of another rank
+        {"departed": [{"member": asdict(member("b", 1)), "reason": 5, "evicted": False, "successor": -1}]},
+        {"departed": [{"member": asdict(member("x", 9)), "reason": "", "evicted": False, "successor": -1}]},
+    ],
+    ids=["member", "reason", "stranger"],
+)
+def test_snapshots_that_contradict_the_group_are_refused(change):
+    roster = Roster([member("a", 0), member("b", 1)])
+    record = {"epoch": 0, "members": [asdict(member("a", 0))], "retired": [[1, 1], [9, 9]], "departed": []}
+    with pytest.raises((RosterError, ValueError)):
+        roster.restore({**record, **change}, 10)
+    roster.restore(record, 10)
+    assert roster.find("b") is None
+    assert roster.choose("b", 1) == WorkerInfo("b", 1, 10)
+
+
+def test_a_roster_of_nobody_has_a_next_id():
+    roster = Roster([member("a", 0)])
+    roster.restore({"epoch": 0, "members": [], "retired": [], "departed": []}, 1)
+    assert roster.choose("a", 0) == WorkerInfo("a", 0, 1)
