@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -189,12 +189,21 @@ def _table(section: Section, choice: Choice, count: int) -> RenderableType:
     names, rows = (*section.texts, *section.numbers), section.rows[first : first + count]
     widths = [max(len(cell) for cell in column) for column in zip_longest(names, *rows, fillvalue="")]
     texts = len(section.texts)
-    for name, width in zip(section.texts, widths, strict=False):
-        least = min(width, MIN_TEXT_WIDTH)
-        table.add_column(name, no_wrap=choice.height is not None, overflow="ellipsis", min_width=least)
-    shown = _fitting(widths, texts, choice.width)
-    for name, width in zip(names[texts:shown], widths[texts:shown], strict=True):
-        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    if choice.width is not None:
+        widths = _fitting(widths, texts, choice.width)
+    shown = len(widths)
+    for index, (name, width) in enumerate(zip(names, widths, strict=False)):
+        justify: JustifyMethod = "left" if index < texts else "right"
+        # Else what leaves the terminal is as long as it is: `--once` shows all.
+        least = width if choice.width is not None or index >= texts else None
+        table.add_column(
+            name,
+            justify=justify,
+            no_wrap=choice.height is not None or index >= texts,
+            overflow="ellipsis",
+            min_width=least,
+            max_width=least,
+        )
     for row in rows:
         table.add_row(*row[:shown])
     after = len(section.rows) - first - len(rows)
@@ -203,12 +212,19 @@ def _table(section: Section, choice: Choice, count: int) -> RenderableType:
     return Group(Text(), table, Text("; ".join(more), style="yellow")) if more else Group(Text(), table)
 
 
-def _fitting(widths: Sequence[int], texts: int, available: int | None) -> int:
-    """Returns how many columns fit, if those of texts are as narrow as they may be."""
-    if available is None:
-        return len(widths)
-    used, shown = sum(min(each, MIN_TEXT_WIDTH) + 1 for each in widths[:texts]), texts
-    while shown < len(widths) and used + widths[shown] <= available:
-        used += widths[shown] + 1
-        shown += 1
-    return shown
+def _fitting(widths: Sequence[int], texts: int, available: int) -> list[int]:
+    """Returns the widths of the columns that fit, given those of their longest cells.
+
+    Columns of texts are cut before others are left out, and wider again if there is room, the first one first.
+    """
+    fitting = [min(each, MIN_TEXT_WIDTH) for each in widths[:texts]]
+    for width in widths[texts:]:
+        if sum(fitting) + len(fitting) + width > available:
+            break
+        fitting.append(width)
+    left = available - sum(fitting) - len(fitting) + 1
+    for index, width in enumerate(widths[:texts]):
+        more = max(0, min(width - fitting[index], left))
+        fitting[index] += more
+        left -= more
+    return fitting

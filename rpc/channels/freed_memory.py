@@ -1,5 +1,7 @@
 """Memory of received tensors that the program has dropped, and that the next ones get."""
 
+from contextlib import suppress
+
 import torch
 
 __all__ = ["keep_freed_memory"]
@@ -11,10 +13,12 @@ BLOCK_BYTES = 31 << 20
 def keep_freed_memory() -> None:
     """Has glibc keep up to 64 MiB that are free at the end of each heap, where it keeps 128 KiB at first.
 
-    Else it gives back what a message of many tensors had, and waits for the kernel to find and clear the same
-    pages for the next one: a list of 256 tensors of 64 KiB then takes twice as long. glibc does this by itself in
+    Otherwise glibc returns the memory of a message's tensors to the kernel, which has to find and clear as many
+    pages for the next message: a list of 256 tensors of 64 KiB then takes twice as long. It does this by itself in
     any process that has freed a large tensor (mallopt(3), M_MMAP_THRESHOLD), so a block is made and freed here,
     whose pages are never touched. It changes nothing where the environment sets one of the thresholds, nor under
     other allocators.
     """
-    torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    with suppress(RuntimeError):  # there is no memory: not for this either
+        # No tensor: it may be filled, and be on another device.
+        torch.UntypedStorage(BLOCK_BYTES)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ import torch
 from ...proto.v1 import agent_pb2
 from .attached import ALIGNMENT
 
-__all__ = ["ALIGNMENT", "Gathered", "address_of"]
+__all__ = ["Gathered", "address_of"]
 
 _address = torch.Tensor.data_ptr
 

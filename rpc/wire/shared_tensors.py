@@ -21,7 +21,7 @@ _storage, _address = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 def storage_addresses(tensors: Sequence[torch.Tensor]) -> AbstractSet[int]:
-    """Returns where the memory of tensors begins. Those without a storage, as sparse ones, have none."""
+    """Returns the addresses of the storages of tensors, without those that have none, as sparse ones."""
     try:
         return set(map(_address, map(_storage, tensors)))
     except RuntimeError:  # of a tensor without a storage

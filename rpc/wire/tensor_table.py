@@ -12,7 +12,6 @@ The receiver copies each tensor out of the payload. So a tensor that is kept kee
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, final
 
@@ -21,8 +20,9 @@ import torch
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
+from .attached import ALIGNMENT
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .gathered import ALIGNMENT, Gathered
+from .gathered import Gathered
 from .strides import MAX_DIMENSIONS, dims_by_descending_stride, has_no_gaps
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
@@ -66,9 +66,9 @@ class TableWriter:
         for position, kind in enumerate(map(_kind, tensors)):
             if position not in excluded:
                 by_kind[kind].append(position)
-        rows: dict[Any, tuple[list[int], list[torch.Tensor], list[int]]] = defaultdict(lambda: ([], [], []))
+        groups: dict[Any, _Rows] = defaultdict(_Rows)
         for (is_cpu, layout, is_nested, dtype, requires_grad, shape), positions in by_kind.items():
-            if not (
+            if (
                 is_cpu
                 and layout is torch.strided
                 and not is_nested
@@ -76,32 +76,41 @@ class TableWriter:
                 and 0 < (nbytes := math.prod(shape) * dtype.itemsize) <= MAX_GATHERED_BYTES
                 and len(shape) < MAX_DIMENSIONS
             ):
-                continue
-            alike = [tensors[position] for position in positions]
-            if not _have_memory(alike, nbytes):
-                continue
-            if not (shape and all(map(_is_contiguous, alike))):
-                self._add_by_strides(positions, alike)
-                continue
-            group = rows[dtype, requires_grad, shape[1:], len(shape)]
-            group[0].extend(positions)
-            group[1].extend(alike)
-            group[2].extend(repeat(shape[0], len(alike)))
-        for (_, _, sizes, _), (positions, alike, counts) in rows.items():
-            self._add(positions, alike, sizes, rows=counts)
+                found, alike = positions, [tensors[position] for position in positions]
+                if not all(map(_is_contiguous, alike)) or not _have_memory(alike, nbytes):
+                    found, alike = self._add_permuted(positions, alike, nbytes)
+                if shape:
+                    groups[dtype, requires_grad, shape[1:]].add(found, alike, shape[0])
+                else:
+                    self._add(found, [each.view(1) for each in alike], ())
+        for (_, _, sizes), each in groups.items():
+            self._add(each.positions, each.tensors, sizes, rows=each.counts)
         return [position for position in range(len(tensors)) if position not in self._added]
 
-    def _add_by_strides(self, positions: list[int], tensors: list[torch.Tensor]) -> None:
-        """Adds tensors of one shape that may be permuted, unless there are gaps in their memory."""
+    def _add_permuted(
+        self, positions: list[int], tensors: list[torch.Tensor], nbytes: int
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Adds those of some tensors of one shape that are permuted, without gaps in their memory.
+
+        Returns:
+            The positions of those that are contiguous, and these.
+        """
         by_strides: dict[Any, list[int]] = defaultdict(list)
+        contiguous: list[int] = []
+        have_all = _have_memory(tensors, nbytes)
         for index, tensor in enumerate(tensors):
-            by_strides[tensor.stride()].append(index)
+            if have_all or _have_memory([tensor], nbytes):
+                if tensor.is_contiguous():
+                    contiguous.append(index)
+                else:
+                    by_strides[tensor.stride()].append(index)
         shape = tensors[0].shape
         for strides, found in by_strides.items():
             if has_no_gaps(shape, strides):
                 order = dims_by_descending_stride(strides)
                 alike = [tensors[index].permute(order) for index in found]
                 self._add([positions[index] for index in found], alike, alike[0].shape, order=order)
+        return [positions[index] for index in contiguous], [tensors[index] for index in contiguous]
 
     def _add(
         self,
@@ -112,7 +121,17 @@ class TableWriter:
         rows: Sequence[int] = (),
         order: Sequence[int] = (),
     ) -> None:
-        """Adds a group of contiguous tensors of `sizes`, or of rows of these, and an order to permute them."""
+        """Adds a group of contiguous tensors.
+
+        Args:
+            positions: of the tensors in the message.
+            tensors: have the shape `sizes`; with rows, these sizes after the first dimension.
+            sizes: see there.
+            rows: the size of the first dimension of each.
+            order: how the dimensions of all were permuted to make them contiguous.
+        """
+        if not positions:
+            return
         self._added.update(positions)
         self.table.groups.add(
             positions=positions,
@@ -122,12 +141,33 @@ class TableWriter:
             order=order,
             requires_grad=tensors[0].requires_grad,
         )
-        count = math.prod(sizes) * (sum(rows) if rows else len(tensors))
-        self.gathered.add(tensors if tensors[0].dim() else [each.view(1) for each in tensors], count)
+        self.gathered.add(tensors, math.prod(sizes) * (sum(rows) if rows else len(tensors)))
+
+
+@final
+class _Rows:
+    """Contiguous tensors that agree in all but the size of their first dimension."""
+
+    __slots__ = ("counts", "positions", "tensors")
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self.counts: list[int] = []
+        """The sizes of their first dimensions."""
+
+    def add(self, positions: list[int], tensors: list[torch.Tensor], count: int) -> None:
+        """Adds tensors of one shape, whose first dimension has size `count`."""
+        self.positions += positions
+        self.tensors += tensors
+        self.counts += [count] * len(positions)
 
 
 def _have_memory(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
-    """Returns whether tensors of so many bytes have them. FSDP, for one, takes the memory of tensors away."""
+    """Returns whether the storages of tensors, of `nbytes` each, have all of their elements.
+
+    FSDP, for one, takes the memory of tensors away.
+    """
     itemsize, least = tensors[0].itemsize, min(map(_storage_bytes, map(_storage, tensors)))
     if max(map(_offset, tensors)) * itemsize + nbytes <= least:
         return True

@@ -27,7 +27,7 @@ from .gathered import Gathered
 from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
-from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides
+from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides, span
 from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, TableReader, TableWriter
 
 __all__ = [
@@ -226,10 +226,21 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
             parts = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
             message.parts.extend(_encode(part, put) for part in parts)
     if tensor.numel():
+        _check_memory(tensor)
         strides, elements = as_bytes(as_carrier(tensor))
         message.strides.extend(strides)
         message.data.CopyFrom(put(elements.cpu().numpy().data))
     return message
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    """Raises ValueError for a dense tensor with elements that its storage does not have."""
+    needed = (int(tensor.storage_offset()) + span(tensor.shape, tensor.stride())) * tensor.itemsize
+    if (has := tensor.untyped_storage().nbytes()) < needed:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sent, because its memory has {has} of {needed} "
+            "bytes: FSDP, for one, takes it away; send it while it has all"
+        )
 
 
 def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:

@@ -137,6 +137,21 @@ def test_a_lost_worker_hides_nothing_of_the_others(workers):
     assert re.search(r"worker0 +answers +\d+ s +\d+ % +[\d.]+ MiB", shown)
 
 
+def test_in_a_terminal_the_reason_of_a_loss_is_cut_before_figures_are(workers, python):
+    a, b = workers.rpc(2, view=rpc.View(address="0"))
+    a.run(rpc.rpc_sync, "worker1", os.getpid)
+    b.kill()
+    a.run(lambda: wait_until(lambda: "worker1" in rpc.debug_info()["lost_workers"]))
+    terminal = Terminal(python.executable, 80, 24, ("-m", "gradwire", "top", a.run(url)))
+    try:
+        screen = terminal.read(r"worker1 +lost.*q quit")
+        assert re.search(r"worker1 +lost: its [^\n]*…", screen)
+        assert re.search(r"worker +state +up +CPU +memory +running +queued +unanswered +sent", screen)
+        assert re.search(r"worker0 +answers +\d+ s +\d+ % +[\d.]+ MiB +0 +0 +0 +[\d.]+ K?i?B", screen)
+    finally:
+        terminal.close()
+
+
 def test_what_somebody_else_answers_is_shown_as_text(free_port):
     with socket.create_server(("127.0.0.1", free_port)) as server:
 
@@ -237,8 +252,9 @@ def test_in_a_terminal_it_says_what_does_not_fit(workers, python, tmp_path, colu
         hidden = re.search(r"(\d+) more calls", screen)
         assert hidden is not None
         terminal.press("c")
-        alone = terminal.read(r"worker1 .*q quit")
-        assert "answers" not in alone
+        alone = screen
+        while "answers" in alone:  # as it is in what was drawn before the key was read
+            alone = terminal.read(r"2 workers, asked by worker0.*worker1 .*q quit")
         shown = len(re.findall(r"worker0 +worker1", alone))
         assert f"{len(FUNCTIONS) + 1 - shown} more calls" in alone
         assert shown > lines - 9
