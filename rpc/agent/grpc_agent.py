@@ -381,7 +381,7 @@ class GrpcAgent(RpcAgent):
             "send_queue_bytes": peer.queued_bytes(),
             **self._received.figures(peer.received),
             **self._server.backlogs.figures(peer.backlog),
-            **self._served.figures(peer),
+            "parked_requests": peer.parked_requests,
         }
 
     def join(self, timeout: float) -> None:

@@ -26,15 +26,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import Enum, auto
 from typing import Any, final
 
 from .children import has_children_of_thread
 from .interruptions import start_thread
-from .needs import Need
 from .poller import OnReady, Poller
 from .stalls import MAX_THREADS, StallDetector
 from .waiter import Wakeable
-from .wakeups import DeferredWakeups
 from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
 
 __all__ = ["Executor"]
@@ -47,6 +46,41 @@ MIN_THREADS = 2
 
 log = logging.getLogger(__name__)
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class _Need(Enum):
+    """What has to be started, or woken, for what is queued."""
+
+    NOTHING = auto()
+    WAKE_UP = auto()
+    THREAD = auto()
+    STALL_DETECTOR = auto()
+
+
+@final
+class _DeferredWakeups:
+    """What waiting threads wait by. Safe to use from any thread.
+
+    A thread that is woken needs the interpreter, which the thread that wakes it still has. So that one
+    wakes it when it has nothing more to do.
+    """
+
+    def __init__(self) -> None:
+        self.waiters: deque[Wakeable] = deque()
+        """Those that are not woken yet. Read without a call, because the executor looks at it all the time."""
+
+    def add(self, waiter: Wakeable) -> None:
+        """Has a thread woken by the next `wake_all`."""
+        self.waiters.append(waiter)
+
+    def wake_all(self) -> None:
+        """Wakes the threads."""
+        while self.waiters:
+            try:
+                waiter = self.waiters.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            waiter.release()
 
 
 class _ThreadState(threading.local):
@@ -145,7 +179,7 @@ class Executor:
         """Polling threads that look after those which keep a file descriptor."""
         self._watching = Watch(self.poller, self._has_undone)
         self._blocking = _Blocking(self)
-        self._wakeups = DeferredWakeups()
+        self._wakeups = _DeferredWakeups()
 
     @property
     def threads(self) -> int:
@@ -156,16 +190,6 @@ class Executor:
     def idle(self) -> int:
         """The number of threads that wait for work."""
         return self._polling
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is one of the executor's."""
-        return self.here.is_worker
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a task that is submitted now may have to wait for a thread."""
-        return bool(self._running or self._tasks)
 
     @property
     def queued(self) -> int:
@@ -187,7 +211,7 @@ class Executor:
             if self.poller.here.is_reading or self.here.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
-        if need is not Need.NOTHING:
+        if need is not _Need.NOTHING:
             self._provide(need)
 
     def submit_urgent(self, task: Callable[..., None], *args: Any) -> None:
@@ -265,12 +289,12 @@ class Executor:
         self._closed = self.is_inherited = True
         self._tasks.clear()
         self._urgent.clear()
-        self._wakeups = DeferredWakeups()
+        self._wakeups = _DeferredWakeups()
         self.poller.leave_to_parent(why_useless)
 
     # With the lock.
 
-    def _need(self) -> Need:
+    def _need(self) -> _Need:
         """Returns what to do when the lock is released, so that what is queued gets a thread and sockets are read.
 
         A thread that is started or woken needs the lock at once.
@@ -279,17 +303,17 @@ class Executor:
             self._threads += 1
             self._started += 1
             self._polling += 1
-            return Need.THREAD
+            return _Need.THREAD
         if self.poller.kept and not self._watchers:
-            return Need.WAKE_UP  # a thread that becomes a watcher
+            return _Need.WAKE_UP  # a thread that becomes a watcher
         if self._urgent or (self._tasks and self._has_runnable()):
-            return Need.WAKE_UP
+            return _Need.WAKE_UP
         if self._tasks:
             if not self._stalls.is_started:
                 self._stalls.is_started = True
-                return Need.STALL_DETECTOR
+                return _Need.STALL_DETECTOR
             self._stalls.notify()
-        return Need.NOTHING
+        return _Need.NOTHING
 
     def _has_runnable(self) -> bool:
         """Returns whether a thread may run a task that is queued."""
@@ -303,12 +327,12 @@ class Executor:
             need = self._need()
         self._provide(need)
 
-    def _provide(self, need: Need) -> None:
-        if need is Need.WAKE_UP:
+    def _provide(self, need: _Need) -> None:
+        if need is _Need.WAKE_UP:
             self.poller.wake()
-        elif need is Need.THREAD:
+        elif need is _Need.THREAD:
             self._start_thread()
-        elif need is Need.STALL_DETECTOR and not self._stalls.start():
+        elif need is _Need.STALL_DETECTOR and not self._stalls.start():
             log.warning("cannot start the thread that finds stalled functions")
 
     def _start_thread(self) -> None:
@@ -380,8 +404,8 @@ class Executor:
                     self._tasks or self._urgent or not self._polling or (poller.kept and not self._watchers)
                 )
                 must_look = is_missing and self._must_look_for_threads(leaves=leaves)
-                need = self._need() if must_look else Need.NOTHING
-            if need is not Need.NOTHING:
+                need = self._need() if must_look else _Need.NOTHING
+            if need is not _Need.NOTHING:
                 self._provide(need)
             if self._wakeups.waiters and (task is None or self.here.is_counted):
                 self._wakeups.wake_all()

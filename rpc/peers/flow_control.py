@@ -166,7 +166,7 @@ class FlowControl:
         if charge is _PLAIN and not window.waiting and not self._is_total_full:
             return
         with self._lock:
-            self._uncount(window, charge)
+            self._add_charge(window, charge, -1)
             if window.waiting or self._is_total_full:
                 self._admit_waiters(window)
 
@@ -176,7 +176,7 @@ class FlowControl:
             for identifier in list(window.calls):
                 if (charge := window.calls.pop(identifier, None)) is not None:
                     self._calls.discard(identifier)
-                    self._uncount(window, charge)
+                    self._add_charge(window, charge, -1)
             self._admit_waiters(window)
 
     def abandon(self, window: Window, identifier: int) -> None:
@@ -258,9 +258,6 @@ class FlowControl:
         window.calls[identifier] = charge
         self._calls.add(identifier)
         self._add_charge(window, charge, 1)
-
-    def _uncount(self, window: Window, charge: _Charge) -> None:
-        self._add_charge(window, charge, -1)
 
     def _add_charge(self, window: Window, charge: _Charge, sign: int) -> None:
         depth, extra_bytes = charge

@@ -20,12 +20,10 @@ from typing import Any, Protocol, final
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
-from ..channels.broadcast.sending import Broadcast
 from ..channels.channels import Channels, PeerChannels
 from ..channels.chunked.channel import ChunkedChannel
 from ..channels.envelope_payloads import Collecting, EnvelopePayloads
 from ..channels.local import LocalChannel
-from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, read_inline
 from ..channels.shared_memory.peer import PeerSegments
 from ..contracts.member import Member
@@ -271,10 +269,6 @@ class Peer:
                 end = WorkerEnd(LossCause.DISCONNECTED, str(error))
                 absence = Absence(end, is_lost=self._is_closing or self.is_me)
             raise absence.as_error(self.info.name) from None
-
-    def writer(self, broadcast: Broadcast | None = None) -> PayloadWriter:
-        """Returns a writer for the payloads of an envelope; `broadcast` is shared with envelopes to others."""
-        return PayloadWriter(self.channels, broadcast)
 
     def withdraw(self, message: Outgoing) -> bool:
         """Takes a message back if nothing of it is on its way; on the loop if it has payloads apart."""

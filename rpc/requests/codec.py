@@ -8,6 +8,7 @@ from ...errors import RpcError, SerializationError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..channels.cuda.staging import DeviceStaging
+from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
@@ -165,7 +166,7 @@ class Codec:
                 self._put_back(peer, message, tensors)
                 raise
             return
-        writer = peer.writer(broadcast)
+        writer = PayloadWriter(peer.channels, broadcast)
         writer.may_send_back = message.reply_to is not None
         try:
             writer.put_body(message.body, envelope.body)

@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -200,11 +200,6 @@ class ServedCalls:
             self._expire_later(wait.number, key, call.deadline)
         if self._parked.get(key) is not wait:  # woken meanwhile
             self._remove(wait)
-
-    def figures(self, source: Peer) -> Mapping[str, int]:
-        """Returns the number of requests of a worker that are parked."""
-        with self._lock:
-            return {"parked_requests": source.parked_requests}
 
     def close(self) -> None:
         """Ends the clock: no parked request times out from now on."""

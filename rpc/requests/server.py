@@ -367,11 +367,8 @@ class Server(WorkerWatcher):
             return
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
-        with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            answer = Outgoing(source.info, envelope, self._codec.values.encode_failure(error))
-            self._codec.send(source, answer)
-            if answer.nbytes >= MIN_ANSWER_BYTES:
-                self.backlogs.on_answer(source.backlog, answer.nbytes)
+        with contextlib.suppress(AnswerFailedError):
+            self._send_answer(source, Outgoing(source.info, envelope, self._codec.values.encode_failure(error)))
 
 
 def _is_refusal(error: BaseException) -> bool:

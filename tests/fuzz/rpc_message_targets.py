@@ -61,7 +61,7 @@ class _Threads:
     """What an agent has of threads and of the network: tasks are queued, and what is sent is kept."""
 
     threads = idle = queued = queued_bytes = 0
-    is_busy = is_inherited = False
+    is_inherited = False
 
     def __init__(self) -> None:
         self.tasks: deque[Callable[[], object]] = deque()

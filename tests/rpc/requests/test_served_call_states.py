@@ -265,7 +265,7 @@ class Requests(RuleBasedStateMachine):
         assert not self.calls.deferred
         assert not self.counter.in_flight
         assert not self.server.answering.in_flight
-        assert self.calls.figures(self.peer) == {"parked_requests": 0}
+        assert self.peer.parked_requests == 0
         assert self.received.figures(self.peer.received)["received_requests"] == 0
 
 
