@@ -134,9 +134,10 @@ types-tests: $(READY)  ## types of the tests, examples and benchmarks, less stri
 
 coverage: $(READY)  ## the tests, and how much of the package they run, with a floor: out/coverage/html
 	rm -rf out/coverage && mkdir -p out/coverage
-	$(BIN)/coverage run -m pytest --timeout 600 -n $(TEST_PROCESSES) --dist worksteal  # all is five times as slow
+	@# It takes half an hour. A few tests fail in it, which trace their calls themselves: `make test` judges them all.
+	-$(BIN)/coverage run -m pytest --timeout 600 -n $(TEST_PROCESSES) --dist worksteal  # all is five times as slow
 	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage html --quiet --directory out/coverage/html
+	$(BIN)/coverage html --ignore-errors --quiet --directory out/coverage/html
 	$(BIN)/coverage report
 
 proto: $(READY)  ## regenerate proto/v1 from the .proto files
