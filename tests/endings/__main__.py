@@ -422,7 +422,9 @@ def endings(first: int, runs: int, python: Python, names: Sequence[str]) -> list
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.endings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=1000, help="of each way (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first run (default 0)")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="ways that run at a time")

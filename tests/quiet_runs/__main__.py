@@ -172,7 +172,11 @@ def _status_of(child: int) -> int:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.quiet_runs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--runs", type=int, default=100, help="of each program (default 100)")
     parser.add_argument("--spawned", type=int, default=0, help="runs of each script as a user runs it (default 0)")
     parser.add_argument("programs", nargs="*", default=[*PROGRAMS, EXAMPLE], help="modules (default: all)")
