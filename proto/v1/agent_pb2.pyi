@@ -318,16 +318,14 @@ Global___VouchReply: typing_extensions.TypeAlias = VouchReply
 class Hello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PROTOCOL_MAJOR_FIELD_NUMBER: builtins.int
-    PROTOCOL_MINOR_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     WORKER_NAME_FIELD_NUMBER: builtins.int
     CONNECTION_FIELD_NUMBER: builtins.int
     ROSTER_FIELD_NUMBER: builtins.int
-    protocol_major: builtins.int
-    """a peer with another major version is refused"""
-    protocol_minor: builtins.int
+    protocol: builtins.int
+    """the version of all this: a peer with another one is refused"""
     group: builtins.str
     """identifies the job: a worker of another job is refused"""
     worker_id: builtins.int
@@ -343,8 +341,7 @@ class Hello(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        protocol_major: builtins.int = ...,
-        protocol_minor: builtins.int = ...,
+        protocol: builtins.int = ...,
         group: builtins.str = ...,
         worker_id: builtins.int = ...,
         worker_name: builtins.str = ...,
@@ -353,7 +350,7 @@ class Hello(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["roster", b"roster"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connection", b"connection", "group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connection", b"connection", "group", b"group", "protocol", b"protocol", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
@@ -539,7 +536,7 @@ class Frame(google.protobuf.message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
-    """the sender closes the stream; a stream closed without it means a lost worker"""
+    """the sender closes the stream; one that ends without it is dialled again"""
     heartbeat: builtins.bool
     """the sender is alive, and has nothing to say"""
     @property

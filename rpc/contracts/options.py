@@ -57,8 +57,8 @@ class ChannelOptions:
 
     inline_threshold: bytes below which a payload travels inside its envelope.
     max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is sent apart from it.
-    max_attached_bytes: bytes of larger payloads that follow one envelope to a worker of another host, on the same
-        connection, at most; the rest is sent apart from it. 16 MiB at most.
+    max_attached_bytes: bytes of larger payloads that follow one envelope on the same connection, at most, between
+        hosts or where there is no shared memory; the rest is sent apart from it. 16 MiB at most.
     chunk_bytes: bytes of one chunk of a larger payload that goes by gRPC, because there are no bulk connections.
     bulk_connections: TCP connections, from 1 to 16, by which this worker sends what is beyond max_attached_bytes
         to each worker of another host. They carry parts of one payload at the same time.

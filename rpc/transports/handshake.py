@@ -17,13 +17,10 @@ from .base import TransportListener
 from .grpc_endpoint import GrpcEndpoint
 from .settings import HELLO_TIMEOUT_S, aio
 
-__all__ = ["MAX_CONNECTION", "PROTOCOL_MAJOR", "PROTOCOL_MINOR", "Handshake", "RefusedError"]
+__all__ = ["MAX_CONNECTION", "PROTOCOL", "Handshake", "RefusedError"]
 
-PROTOCOL_MAJOR = 1
-"""Workers of another major version are refused."""
-
-PROTOCOL_MINOR = 0
-
+PROTOCOL = 1
+"""The version of the protocol. Workers of another one are refused."""
 
 MAX_HELLO_BYTES = 4 << 10
 """Bytes of the first message of a stream: two names and some numbers."""
@@ -87,8 +84,7 @@ class Handshake:
         """Records who is let in."""
         self._on_roster = on_roster
         self.hello = agent_pb2.Hello(
-            protocol_major=PROTOCOL_MAJOR,
-            protocol_minor=PROTOCOL_MINOR,
+            protocol=PROTOCOL,
             group=group,
             worker_id=me.wire_id,
             worker_name=me.name,
@@ -162,16 +158,16 @@ class Handshake:
             context: of the gRPC call by which it came.
 
         Raises:
-            RefusedError: its certificate is for another worker, or it has another major version of the protocol,
+            RefusedError: its certificate is for another worker, or it has another version of the protocol,
                 belongs to another job, or is no member.
         """
         name = f"'{printable(hello.worker_name)}'"
         if reason := self.endpoint.why_refused(context, hello.worker_name):
             raise RefusedError(f"worker {self.me.name!r} does not admit {name}: {reason}")
-        if hello.protocol_major != PROTOCOL_MAJOR:
+        if hello.protocol != PROTOCOL:
             raise RefusedError(
-                f"worker {self.me.name!r} speaks protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}, "
-                f"{name} speaks {hello.protocol_major}.{hello.protocol_minor}; "
+                f"worker {self.me.name!r} speaks protocol {PROTOCOL}, "
+                f"{name} speaks {hello.protocol}; "
                 "install the same gradwire on both"
             )
         if hello.group != self.hello.group:

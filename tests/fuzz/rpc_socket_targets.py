@@ -28,7 +28,7 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import envelope_socket, frame_reader
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR, Handshake, RefusedError
+from gradwire.rpc.transports.handshake import PROTOCOL, Handshake, RefusedError
 from gradwire.rpc.transports.pulse import Pulse, PulseExchange
 from gradwire.rpc.transports.socket_frames import FrameKind
 from gradwire.rpc.transports.sockets import NONCE_BYTES, TCP, UNIX, OfferedSocket, SocketListener
@@ -53,7 +53,7 @@ MAX_REFUSAL_CHARS = 1000
 
 HELLOS = st.builds(
     agent_pb2.Hello,
-    protocol_major=st.sampled_from([PROTOCOL_MAJOR, 0, 2]),
+    protocol=st.sampled_from([PROTOCOL, 0, 2]),
     group=st.sampled_from(["job", "job", "other"]),
     worker_id=st.sampled_from([1, 1, 7, 2**32 - 1]),
     worker_name=st.sampled_from(["peer", "peer", "", "\u00e9", "n" * 300]),

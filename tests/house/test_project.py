@@ -96,7 +96,8 @@ def files_named(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", ["architecture.md", "decisions.md", "extending.md", "failures.md", "security.md"])
 def test_pages_name_files_that_exist(page):
-    files = [*FILES, *(f"/{path_id(path)}" for path in (ROOT / "tests").rglob("*"))]
+    folders = [ROOT / "tests", ROOT / "benchmarks"]
+    files = [*FILES, *(f"/{path_id(path)}" for folder in folders for path in folder.rglob("*"))]
     assert not [name for name in files_named(page) if not any(f"/{name}" in f"{path}/" for path in files)]
 
 

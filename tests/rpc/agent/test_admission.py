@@ -23,12 +23,12 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import handshake, settings, sockets
 from gradwire.rpc.transports.grpc_calls import StreamState
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
+from gradwire.rpc.transports.handshake import PROTOCOL
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
 
 from tests.remote_functions import identity, wait_until
 
-HELLO = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=1, worker_name="agent1")
+HELLO = agent_pb2.Hello(protocol=PROTOCOL, group="test", worker_id=1, worker_name="agent1")
 OPENING = {
     EXCHANGE_METHOD: agent_pb2.Frame(hello=HELLO).SerializeToString(),
     TRANSFER_METHOD: agent_pb2.Chunks(hello=HELLO).SerializeToString(),
@@ -167,11 +167,11 @@ def test_at_most_so_many_streams_are_read_at_a_time(agents, loop, monkeypatch):
 @pytest.mark.parametrize(
     ("first", "text"),
     [
-        (b"", "speaks protocol 1.0, '' speaks 0.0"),
+        (b"", "speaks protocol 1, '' speaks 0"),
         (b"\xff\xff\xff", "no hello"),
         (bytes(handshake.MAX_HELLO_BYTES + 1), "bytes, of"),
         # Envelopes, which would take 56 bytes each if they were parsed.
-        (b"\x0a\x00" * (handshake.MAX_HELLO_BYTES // 2), "speaks protocol 1.0, '' speaks 0.0"),
+        (b"\x0a\x00" * (handshake.MAX_HELLO_BYTES // 2), "speaks protocol 1, '' speaks 0"),
     ],
     ids=["empty", "no hello", "long", "many empty envelopes"],
 )
@@ -337,7 +337,7 @@ def test_a_stream_that_is_closed_before_it_is_welcomed_tells_nothing(agents, loo
 
 
 def opening(version: RosterVersion) -> bytes:
-    hello = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=7, worker_name="w")
+    hello = agent_pb2.Hello(protocol=PROTOCOL, group="test", worker_id=7, worker_name="w")
     hello.roster.length, hello.roster.digest = version.length, version.digest
     return agent_pb2.Opening(hello=hello).SerializeToString()
 

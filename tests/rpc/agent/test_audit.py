@@ -82,7 +82,7 @@ async def open_stream(agent: GrpcAgent, method: str, first: bytes) -> str:
     [
         ({"worker_name": EVIL}, f"knows no '{SHOWN}' with id 1", SHOWN),
         ({"group": EVIL}, "belongs to another job than 'agent1'", "agent1"),
-        ({"protocol_major": 77}, "'agent1' speaks 77.0", "agent1"),
+        ({"protocol": 77}, "'agent1' speaks 77", "agent1"),
         ({"worker_name": "x" * 300}, "worker 'agent0' ", "x" * 199 + "…"),
     ],
     ids=["name", "group", "version", "long name"],

@@ -208,7 +208,7 @@ def test_a_refused_worker_does_not_remove_members(join_one, workers, url):
     (newer,) = workers(1)
 
     def join_with_another_protocol():
-        handshake.PROTOCOL_MAJOR += 1
+        handshake.PROTOCOL += 1
         join("newer", url)
 
     with pytest.raises(RendezvousError, match="'a' refuses 'newer'.*install the same gradwire on both"):
@@ -296,7 +296,7 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
     before = log.version
     version = log.version.followed_by(json.dumps({"join": asdict(forged)}))
     roster = agent_pb2.RosterVersion(length=version.length, digest=version.digest)
-    hello = agent_pb2.Hello(protocol_major=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
+    hello = agent_pb2.Hello(protocol=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
     admit = a._network._handshake.admit(hello, None)
     with pytest.raises(handshake.RefusedError, match="entry 1 of its roster is not in the store"):
         a._network._events.run(admit)

@@ -10,7 +10,7 @@ from gradwire.errors import RpcError, WorkerLostError
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Handler, MessageType, Request
-from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
+from gradwire.rpc.transports.handshake import PROTOCOL
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.framing import bytes_field
@@ -53,13 +53,13 @@ async def connect_as_peer(
             return error
 
 
-HELLO = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=1, worker_name="agent1")
+HELLO = agent_pb2.Hello(protocol=PROTOCOL, group="test", worker_id=1, worker_name="agent1")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol_major": PROTOCOL_MAJOR + 1}, "speaks protocol 1.0, 'agent1' speaks 2.0"),
+        ({"protocol": PROTOCOL + 1}, "speaks protocol 1, 'agent1' speaks 2"),
         ({"group": "another"}, "belongs to another job"),
         ({"worker_id": 7}, "knows no 'agent1' with id 7"),
         ({"worker_name": "eve"}, "knows no 'eve' with id 1"),
@@ -166,7 +166,7 @@ def test_chunks_that_do_not_fit_are_refused(agents, loop):
     async def transfer() -> None:
         async with grpc.aio.insecure_channel(b.peers.by_id[1].member.address) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
-            hello = agent_pb2.Hello(protocol_major=1, group="test", worker_id=0, worker_name="agent0")
+            hello = agent_pb2.Hello(protocol=1, group="test", worker_id=0, worker_name="agent0")
             await call.write(agent_pb2.Chunks(hello=hello).SerializeToString())
             await call.write(
                 agent_pb2.Chunks(chunks=[agent_pb2.Chunk(transfer_id=77, data=b"too many")]).SerializeToString()
