@@ -7,8 +7,7 @@ enable it.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
@@ -56,22 +55,31 @@ class ConsistencyCheck:
         self._size: Final = len(global_ranks)
         self._number = 0
 
-    def check(self, call: CollectiveCall, timeout_s: float) -> None:
+    def check(
+        self,
+        call: CollectiveCall,
+        timeout_s: float,
+        wait_for_all_ranks: Callable[[TorchStore, Sequence[str], float], bool],
+    ) -> None:
         """Waits until all ranks have called a collective, and compares the calls.
 
         Collectives of a group are called by one thread at a time, so this is not thread-safe.
 
+        Args:
+            call: of this rank.
+            timeout_s: seconds to wait for the other ranks.
+            wait_for_all_ranks: the method of the group.
+
         Raises:
             CollectiveMismatchError: the calls differ.
-            CollectiveTimeoutError: ranks did not call a collective within `timeout_s` seconds.
+            CollectiveTimeoutError: ranks did not call a collective in time.
+            Exception: what `wait_for_all_ranks` raises when the group fails or a rank leaves.
         """
         self._number += 1
         own_call = {"call": _describe_call(call), "call_site": "{}:{}".format(*find_call_site())}
         self._store.set(self._key(self._rank), json.dumps(own_call))
-        try:
-            self._store.wait([self._key(rank) for rank in range(self._size)], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._timeout_error(call, timeout_s) from error
+        if not wait_for_all_ranks(self._store, [self._key(rank) for rank in range(self._size)], timeout_s):
+            raise self._timeout_error(call, timeout_s)
         calls = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
         if self._number > 1:  # all ranks have read the previous call, since they have made this one
             self._store.delete_key(self._key(self._rank, self._number - 1))

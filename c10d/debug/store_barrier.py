@@ -1,7 +1,6 @@
 """A barrier through the store of a group, which can tell which ranks are absent."""
 
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import final
 
 from ...errors import CollectiveTimeoutError
@@ -25,28 +24,39 @@ class StoreBarrier:
         self._rank = rank
         self._global_ranks = global_ranks
         self._number = 0
+        self._oldest_kept = 1  # number of the oldest barrier whose key of this rank is in the store
 
-    def wait(self, timeout_s: float, *, wait_all_ranks: bool) -> None:
+    def wait(
+        self,
+        timeout_s: float,
+        wait_for_all_ranks: Callable[[TorchStore, Sequence[str], float], bool],
+        *,
+        wait_all_ranks: bool,
+    ) -> None:
         """Waits until all ranks have called it.
 
         Args:
             timeout_s: seconds to wait for the other ranks.
+            wait_for_all_ranks: the method of the group.
             wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording.
 
         Raises:
             CollectiveTimeoutError: some ranks did not call it in time; it names every one.
+            Exception: what `wait_for_all_ranks` raises when the group fails or a rank leaves.
         """
         self._number += 1
-        keys = [f"monitored_barrier/{self._number}/{rank}" for rank in range(len(self._global_ranks))]
+        keys = [_key(self._number, rank) for rank in range(len(self._global_ranks))]
         self._store.set(keys[self._rank], "")
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+        if not wait_for_all_ranks(self._store, keys, timeout_s):
             by_rank = zip(self._global_ranks, keys, strict=True)
             missing = [global_rank for global_rank, key in by_rank if not self._store.check([key])]
             if missing:  # else the last rank has just arrived
                 text = self._message(missing, f"{timeout_s * 1000:g} ms", wait_all_ranks=wait_all_ranks)
-                raise CollectiveTimeoutError("monitored_barrier", timeout_s, text) from error
+                raise CollectiveTimeoutError("monitored_barrier", timeout_s, text)
+        # All ranks have called this barrier, so none still reads the keys of earlier ones.
+        for number in range(self._oldest_kept, self._number):
+            self._store.delete_key(_key(number, self._rank))
+        self._oldest_kept = self._number
 
     def _message(self, missing: Sequence[int], limit: str, *, wait_all_ranks: bool) -> str:
         """Names the absent ranks, also in the wording that programs written for torch look for."""
@@ -61,6 +71,10 @@ class StoreBarrier:
             f"{_format_ranks(missing)}. Rank {rank} timed out in monitoredBarrier after {limit}: "
             f"{failed} failed to pass monitoredBarrier in {limit}"
         )
+
+
+def _key(number: int, rank: int) -> str:
+    return f"monitored_barrier/{number}/{rank}"
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ have come, so every later operation raises the same error. A group that is forme
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +20,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ...errors import GroupAbortedError, ProcessGroupError, RankLostError
+from ...errors import GroupAbortedError, ProcessGroupError, RankLostError, StoreError
 from ...net.addresses import allows_insecure
 from ...net.event_loop import acquire_event_loop
 from ...torch_internals import profiler_enabled
@@ -32,6 +33,7 @@ from ..failure.detector import FailureDetector
 from ..failure.messages import DIED, DROPPED, LEFT
 from ..stores.describe import is_insecure_store, store_credentials
 from ..stores.prefix import PrefixStore
+from ..stores.torch_store import wait as wait_for_keys
 from ..torch_types import TorchStore
 from .departures import Departures
 from .operation_runner import REJECTIONS, OperationRunner
@@ -46,6 +48,10 @@ NO_RANKS = "the group has no ranks yet: call reconfigure on all its members"
 
 DEPARTURE_GRACE_S = 1.0
 """Seconds that operations in flight have to complete after a rank has left; it may have done its part already."""
+
+MAX_STORE_WAIT_S = 1.0
+"""Seconds after which a wait in the store looks whether the group has failed or a rank has left. Neither of these
+ends the wait itself."""
 
 
 @final
@@ -115,13 +121,15 @@ class GroupCore:
     def engine(self, device_type: str) -> Engine:
         """Returns the engine for a type of device.
 
-        The first call for a device makes the engine, so all ranks must make that call together.
+        The first call for a device makes the engine, so all ranks must make that call together. A group that has
+        failed makes none, but raises its error: nothing would close the engine.
         """
         engine = self._engines.get(device_type)
         if engine is None:
             with self._engine_lock:
                 engine = self._engines.get(device_type)
                 if engine is None:
+                    self._raise_if_failed()
                     backend, engine = self._make_engine(device_type, self)
                     self.add_engine(device_type, engine, backend)
         return engine
@@ -164,7 +172,7 @@ class GroupCore:
         try:
             timeout_s = self._timeout_s if call.options.timeout_s is None else call.options.timeout_s
             if self._consistency_check is not None and call.peer is None:
-                self._consistency_check.check(call, timeout_s)
+                self._consistency_check.check(call, timeout_s, self.wait_for_all_ranks)
             engine = self.engine(call.device.type)
             if profiler_enabled():
                 pending = self._start_profiled(call, engine, timeout_s, record)
@@ -207,6 +215,35 @@ class GroupCore:
         for pending in self._recorder.in_flight():
             with suppress(Exception):  # the Works raise it to the caller
                 pending.wait(None)
+
+    def wait_for_all_ranks(self, store: TorchStore, keys: Sequence[str], timeout_s: float) -> bool:
+        """Waits until each rank has set its key in a store. Returns whether all have in time.
+
+        Args:
+            store: the group's, or a view of it.
+            keys: by rank.
+            timeout_s: seconds to wait.
+
+        Raises:
+            RankLostError: a rank has left without having set its key, or the store has gone with it.
+            Exception: the group has failed with it.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._raise_if_failed()
+            wait_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                if wait_for_keys(store, keys, min(wait_s, MAX_STORE_WAIT_S)):
+                    return True
+                for rank, error in self._departures.errors.copy().items():
+                    if not store.check([keys[rank]]):
+                        raise error.with_traceback(None)
+            except StoreError:
+                if cause := self.wait_for_cause(DEPARTURE_GRACE_S):
+                    raise cause.with_traceback(None) from None
+                raise
+            if wait_s <= MAX_STORE_WAIT_S:
+                return False
 
     # Failures.
 

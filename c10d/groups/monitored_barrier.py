@@ -26,6 +26,7 @@ def monitored_barrier(
     Raises:
         CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
             every absent rank.
+        RankLostError: a rank has died, or has left without reaching the barrier.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, ProcessGroup):

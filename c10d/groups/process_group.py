@@ -122,8 +122,9 @@ class ProcessGroup(BackendInterface):
         Args:
             opts: a ReconfigureOptions, gradwire's or torch's.
         """
+        _require_no_hints(opts.hints)
         self._member.use_uuid(opts.uuid)
-        return self._reconfigure(f"uuid/{opts.uuid}", opts.handles, opts.timeout, opts.hints)
+        return self._reconfigure(f"uuid/{opts.uuid}", opts.handles, opts.timeout)
 
     def rendezvous_reconfigure(
         self, *, timeout: Timeout | None, min_size: int | None, max_size: int | None, window: Timeout
@@ -152,16 +153,13 @@ class ProcessGroup(BackendInterface):
         window: Timeout,
     ) -> GroupWork:
         """Forms the group anew with all who call this; see gradwire.c10d.reconfigure."""
+        _require_no_hints(hints)
         number, handles = self.rendezvous_reconfigure(
             timeout=timeout, min_size=min_size, max_size=max_size, window=window
         )
-        return self._reconfigure(f"round/{number}", handles, timeout, hints)
+        return self._reconfigure(f"round/{number}", handles, timeout)
 
-    def _reconfigure(
-        self, key: str, handles: Collection[str], timeout: Timeout | None, hints: Mapping[str, str]
-    ) -> GroupWork:
-        if hints:
-            raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
+    def _reconfigure(self, key: str, handles: Collection[str], timeout: Timeout | None) -> GroupWork:
         core = self._member.reconfigure(key, handles, self._timeout_s(timeout))
         self._finalizer.detach()
         self._use_core(core)
@@ -245,9 +243,12 @@ class ProcessGroup(BackendInterface):
         Raises:
             CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
                 every absent rank.
+            RankLostError: a rank has died, or has left without reaching the barrier.
         """
         self._core.require_own_process()
-        self._store_barrier.wait(self._timeout_s(timeout), wait_all_ranks=wait_all_ranks)
+        self._store_barrier.wait(
+            self._timeout_s(timeout), self._core.wait_for_all_ranks, wait_all_ranks=wait_all_ranks
+        )
 
     def _get_sequence_number_for_group(self) -> int:
         """Returns how many collectives this rank has called."""
@@ -308,6 +309,12 @@ class ProcessGroup(BackendInterface):
 
     def _set_group_desc(self, description: str) -> None:
         self._core.description = description
+
+
+def _require_no_hints(hints: Mapping[str, str]) -> None:
+    """Raises ValueError if there are hints. Called first, so that a refused call does not end the group."""
+    if hints:
+        raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
 
 
 def _accelerators(call: CollectiveCall) -> list[torch.device]:
