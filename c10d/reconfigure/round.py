@@ -2,12 +2,14 @@
 
 Rounds are numbered, and one is open at a time. Whoever calls adds its arrival to the open round, and waits. One
 member ends the round, by a compare-and-set of the list of members, so all read the same list. A member that is not
-on it (it came too late) goes on to the next round. A member whose time is up withdraws its arrival.
+on it (it came too late) goes on to the next round. A member whose time is up, or that is interrupted, withdraws
+its arrival. One that is killed may leave an index without an arrival.
 """
 
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self, final
 
@@ -101,8 +103,14 @@ class ReconfigureRound:
         deadline = time.monotonic() + timeout_s
         number = self._store.add("round", 0)
         while True:
-            own_key = self._arrive(number)
-            members = self._wait_for_members(number, deadline)
+            own_key = _arrival_key(number, self._store.add(f"{number}/arrivals", 1) - 1)
+            try:
+                self._store.set(own_key, self._arrival.to_text())
+                members = self._wait_for_members(number, deadline)
+            except BaseException:  # also a KeyboardInterrupt: the others must not count on this process
+                with suppress(RuntimeError):
+                    self._store.set(own_key, "")
+                raise
             if members is None:
                 self._store.set(own_key, "")
                 members = self._members(number)  # another member may have ended the round just now
@@ -113,19 +121,12 @@ class ReconfigureRound:
             self._store.compare_set("round", str(number), str(number + 1))
             number = max(number + 1, self._store.add("round", 0))
 
-    def _arrive(self, number: int) -> str:
-        """Adds this member's arrival to a round. Returns its key."""
-        index = self._store.add(f"{number}/arrivals", 1) - 1
-        key = _arrival_key(number, index)
-        self._store.set(key, self._arrival.to_text())
-        return key
-
     def _wait_for_members(self, number: int, deadline: float) -> list[str] | None:
         """Returns the members of a round, which this member ends if nobody else does; None after the deadline."""
         seen = -1
         last_change = time.monotonic()
         while (members := self._members(number)) is None:
-            arrivals, count = self._arrivals(number)
+            arrivals, count, awaited = self._arrivals(number)
             now = time.monotonic()
             if count != seen:
                 seen, last_change = count, now
@@ -137,7 +138,7 @@ class ReconfigureRound:
             wait_s = min(deadline - now, MAX_WAIT_S)
             if len(arrivals) >= self._min_size:
                 wait_s = min(wait_s, last_change + self._window_s - now)
-            wait_for_keys(self._store, [_arrival_key(number, count)], max(wait_s, MIN_WAIT_S))
+            wait_for_keys(self._store, [_arrival_key(number, awaited)], max(wait_s, MIN_WAIT_S))
         return members
 
     def _is_complete(self, arrivals: Sequence[Arrival], quiet_s: float) -> bool:
@@ -169,20 +170,27 @@ class ReconfigureRound:
             raise ProcessGroupError(unexpected_value(text, "the members of a group")) from None
         return members
 
-    def _arrivals(self, number: int) -> tuple[list[Arrival], int]:
-        """Returns the arrivals that have not been withdrawn, and the index of the next one to come."""
-        count = min(self._store.add(f"{number}/arrivals", 0), MAX_ARRIVALS)
-        found: list[Arrival] = []
-        for index in range(count):
+    def _arrivals(self, number: int) -> tuple[list[Arrival], int, int]:
+        """Returns the arrivals that have not been withdrawn, how many there have been, and the index to wait for.
+
+        That is the first one whose member has not set it. It is about to, or has been killed: then later arrivals
+        are noticed after MAX_WAIT_S.
+        """
+        announced = min(self._store.add(f"{number}/arrivals", 0), MAX_ARRIVALS)
+        unset: list[int] = []
+        found: dict[str, Arrival] = {}
+        for index in range(announced):
             key = _arrival_key(number, index)
             if not self._store.check([key]):
-                return found, index  # its member is about to set it
-            if text := self._store.get(key):
-                found.append(Arrival.from_text(text))
-        return found, count
+                unset.append(index)
+            elif text := self._store.get(key):
+                arrival = Arrival.from_text(text)
+                found.pop(arrival.handle.member, None)  # of an earlier call, which could not withdraw it
+                found[arrival.handle.member] = arrival
+        return list(found.values()), announced - len(unset), unset[0] if unset else announced
 
     def _timeout_message(self, number: int, timeout_s: float) -> str:
-        arrivals, _ = self._arrivals(number)
+        arrivals, *_ = self._arrivals(number)
         return (
             f"only {len(arrivals) + 1} members arrived within {timeout_s:g} s at {describe_store(self._store)} "
             f"to form the group anew, which needs {self._min_size}: have all call reconfigure, newcomers included"

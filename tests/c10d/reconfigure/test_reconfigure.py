@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import GroupOptions, HashStore, TCPStore
+from gradwire.c10d.reconfigure.handles import GroupHandle
+from gradwire.c10d.reconfigure.round import Arrival, ReconfigureRound
 from gradwire.errors import GroupAbortedError, ProcessGroupError, RankLostError, UnsupportedOperationError
 from gradwire.view.groups import process_groups
 
@@ -173,6 +176,51 @@ def test_too_few_members(members):
     assert everywhere(ranks, form) == ranks_and_sums(2)  # the withdrawn arrivals do not count
 
 
+def be_interrupted() -> None:
+    """Stops waiting for others, by Ctrl-C, and then finds that nobody has arrived but this process."""
+    with pytest.raises(KeyboardInterrupt):
+        c10d.rendezvous_reconfigure(min_size=2)
+    with pytest.raises(ProcessGroupError, match="only 1 members arrived"):
+        c10d.rendezvous_reconfigure(min_size=2, timeout=0.2)
+
+
+def wait_for_an_arrival() -> None:
+    wait_until(lambda: any(key.endswith("/arrival/0") for key in opened["store"].list_keys()))
+
+
+def test_an_interrupted_member_is_not_counted_twice(members):
+    interrupted, other = ranks = members(2, "gradwire_shm", has_ranks=False)
+    pending = interrupted.start(be_interrupted)
+    other.run(wait_for_an_arrival)
+    os.kill(interrupted.pid, signal.SIGINT)
+    pending.result()
+    assert sorted(everywhere(ranks, form, 2, 1.0)) == ranks_and_sums(2)
+
+
+def arrive(store: HashStore, rank: int, size: int = 2) -> list[int]:
+    """Takes part in a round as a rank of the last group. Returns which ranks form the next one."""
+    arrival = Arrival(
+        handle=GroupHandle(member=f"member {rank}", rank=rank, global_rank=-1), generation="last", size=size
+    )
+    rounds = ReconfigureRound(store, arrival, min_size=2, max_size=None, window_s=60)
+    return [GroupHandle.from_text(each).rank for each in rounds.run(30)[1]]
+
+
+def test_a_member_that_is_killed_while_it_arrives_does_not_hide_later_ones():
+    with HashStore() as store, ThreadPoolExecutor(2) as threads:
+        store.add("0/arrivals", 1)  # it was killed before it could set its arrival
+        assert list(threads.map(arrive, [store] * 2, range(2))) == [[0, 1]] * 2
+
+
+def test_a_member_counts_once_although_it_could_not_withdraw():
+    """As after an error of the store, when the member calls again."""
+    with HashStore() as store, ThreadPoolExecutor(3) as threads:
+        twice = [threads.submit(arrive, store, 0) for _ in range(2)]
+        wait_until(lambda: store.check(["0/arrival/0", "0/arrival/1"]))
+        assert arrive(store, 1) == [0, 1]
+        assert [each.result() for each in twice] == [[0, 1]] * 2
+
+
 def wait_in_collective() -> str:
     with pytest.raises(RankLostError) as caught:
         dist.all_reduce(torch.ones(4))
@@ -248,6 +296,8 @@ def misuse() -> None:
         c10d.reconfigure(1)
     with pytest.raises(ValueError, match="leave them out, gradwire's engines have none"):
         c10d.reconfigure(1, [handle], hints={"fast": "yes"})
+    with pytest.raises(ValueError, match="leave them out, gradwire's engines have none"):
+        c10d.reconfigure(hints={"fast": "yes"})
     for number, (handles, problem) in enumerate(
         [
             ([], "give a list or set of the handles of all members"),
@@ -257,7 +307,7 @@ def misuse() -> None:
         ]
     ):
         with pytest.raises(ValueError, match=problem):
-            c10d.reconfigure(10 + number, handles)
+            c10d.reconfigure(1 + number, handles)  # the refused hints have not used the number 1
     with pytest.raises(ValueError, match="min_size is 3 and max_size 2"):
         c10d.reconfigure(min_size=3, max_size=2)
     with pytest.raises(ValueError, match="min_size is 0"):
