@@ -127,7 +127,7 @@ class FailureDetector:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._unadmitted = 0
+        self._unadmitted: set[asyncio.Task[Any]] = set()  # each serves a connection without a rank
         self._threads: list[threading.Thread] = []
         self._closing = False
         # Says goodbye at interpreter exit. Not by atexit, which children of multiprocessing do not run.
@@ -221,6 +221,9 @@ class FailureDetector:
 
     async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
         async def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._closing:
+                writer.close()
+                return
             connection = writer.get_extra_info("socket")
             peer = address_of_peer(connection)
             self.audit.connect(LISTENER, peer)
@@ -228,11 +231,13 @@ class FailureDetector:
                 self.audit.deny(LISTENER, OTHER_USER, peer=peer)
                 writer.close()
                 return
-            if self._unadmitted >= (limit := half_of_descriptors(MAX_UNADMITTED)):
+            if len(self._unadmitted) >= (limit := half_of_descriptors(MAX_UNADMITTED)):
                 self.audit.limit(LISTENER, f"MAX_UNADMITTED={limit}", peer=peer)
                 writer.close()
                 return
-            self._unadmitted += 1
+            task = asyncio.current_task()
+            assert task is not None
+            self._unadmitted.add(task)
             try:
                 rank = await self._find_rank(reader, writer, token)
             except (OSError, ValueError) as error:
@@ -243,8 +248,11 @@ class FailureDetector:
                     writer.write(f"{error}\n".encode())
                 writer.close()
                 return
+            except asyncio.CancelledError:  # by _say_goodbye; Python 3.11 would log it if it were raised again
+                writer.transport.abort()  # with TLS, close() would wait for the peer
+                return
             finally:
-                self._unadmitted -= 1
+                self._unadmitted.discard(task)
             self.audit.authenticate(LISTENER, peer, f"rank {rank}")
             self._writers[rank] = writer
             _enable_keepalive(writer)
@@ -261,7 +269,8 @@ class FailureDetector:
         """Returns the rank that has made a new connection.
 
         Raises:
-            ValueError: it does not say who it is, or the rank has a connection: _RefusedError if it may know that.
+            ValueError: it does not say who it is, the rank has a connection, or rank 0 is closing: _RefusedError
+                if it may know that.
             OSError: it takes too long, the handshake of TLS fails, or the peer has left.
         """
         async with asyncio.timeout(TOKEN_TIMEOUT_S + 2 * round_trip_s(writer.get_extra_info("socket"))):
@@ -272,6 +281,8 @@ class FailureDetector:
             rank = await _read_rank(reader, token, self._size)
         if rank in self._writers:
             raise _RefusedError(f"rank {rank} is connected already")
+        if self._closing:
+            raise _RefusedError("rank 0 has given up or left")
         return rank
 
     def _join(self, store: TorchStore, timeout_s: float) -> None:
@@ -358,14 +369,19 @@ class FailureDetector:
     async def _say_goodbye(self, reason: str) -> None:
         if self._server is not None:
             self._server.close()
+        unadmitted = list(self._unadmitted)
+        for task in unadmitted:
+            task.cancel()
+        await asyncio.gather(*unadmitted, return_exceptions=True)
         self._tell_others(Message("left", self._rank, reason))
         if self._tasks:  # until the others have read it and closed their ends: what they write must find an end
             await asyncio.wait(set(self._tasks), timeout=GOODBYE_LINGER_S)
         for task in list(self._tasks):
             task.cancel()
-        for writer in self._writers.values():
+        writers = list(self._writers.values())
+        for writer in writers:
             writer.close()
-        for writer in self._writers.values():
+        for writer in writers:
             with suppress(OSError):
                 await writer.wait_closed()
 

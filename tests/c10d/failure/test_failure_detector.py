@@ -17,6 +17,8 @@ from gradwire.c10d.failure import detector as failure_detector
 from gradwire.c10d.failure.detector import FailureDetector
 from gradwire.c10d.failure.messages import DIED
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
+from gradwire.net.event_loop import acquire_event_loop
+from gradwire.net.host_identity import HostIdentity
 from gradwire.net.security import SHARED_HOST_NAME, Audit, issuing
 
 from tests.c10d.members import everywhere
@@ -264,6 +266,31 @@ def test_a_certificate_of_the_same_ca_for_something_else_is_refused(workers, tmp
         connection.sendall(f"{word} 1\n".encode())
         assert connection.recv(100) == b"its certificate is not for gradwire.invalid\n"
         assert connection.recv(100) == b""
+
+
+def give_up(path: Path, token: str | None) -> None:
+    """Waits as rank 0 for a rank that does not say its token. The event loop goes on, as it does in a group."""
+    failure_detector.TOKEN_TIMEOUT_S = 600
+    here["loop"] = acquire_event_loop()
+    with pytest.raises(ProcessGroupError, match=r"these ranks have not connected: \[1\]"):
+        start_detector(path, 0, 2, token, 5)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["clear", "TLS"])
+def test_a_connection_that_is_not_admitted_ends_with_the_detector(workers, tmp_path, token):
+    (first,) = workers(1)
+    with FileStore(str(tmp_path / "store")) as store:
+        store.set("host/1", HostIdentity.here().to_json())
+        pending = first.start(give_up, tmp_path / "store", token)
+        host, port, word = json.loads(store.get("address"))
+        with connect_to(host, port) as connection:
+            pending.result()
+            heard = b""
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(f"{word} 1\n".encode())
+                heard = connection.recv(64)
+            assert heard == b""
+    assert "Traceback" not in first.log.read_text()
 
 
 def test_a_rank_that_does_not_connect_is_named(tmp_path):
