@@ -1,6 +1,7 @@
 """The output of several processes as lines, each with the name of the process in front."""
 
 import contextlib
+import fcntl
 import os
 import selectors
 import threading
@@ -36,7 +37,7 @@ class PrefixedOutput:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._new: deque[_Pipe] = deque()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="gradwire-spawn-output")
+        self._thread = threading.Thread(target=self._run, name="gradwire-spawn-output", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -82,23 +83,24 @@ class PrefixedOutput:
                     if not _copy(pipe):
                         _finish(pipe, selector)
             for pipe in [key.data for key in selector.get_map().values() if key.data is not None]:
-                while _copy(pipe):
-                    pass
+                left = fcntl.fcntl(pipe.descriptor, fcntl.F_GETPIPE_SZ)  # what a process left may write for ever
+                while left > 0 and (copied := _copy(pipe)):
+                    left -= copied
                 _finish(pipe, selector)
 
 
-def _copy(pipe: _Pipe) -> bool:
-    """Copies lines that have arrived. Returns whether there may be more."""
+def _copy(pipe: _Pipe) -> int:
+    """Copies lines that have arrived. Returns the number of bytes; 0 if there are none, or there will be none."""
     try:
         data = os.read(pipe.descriptor, READ_BYTES)
     except BlockingIOError:
-        return False
+        return 0
     *lines, rest = (pipe.line + data).split(b"\n")
     if len(rest) > MAX_LINE_BYTES:
         lines, rest = [*lines, rest], bytearray()
     _write(pipe, lines)
     pipe.line = rest
-    return bool(data)
+    return len(data)
 
 
 def _finish(pipe: _Pipe, selector: selectors.BaseSelector) -> None:

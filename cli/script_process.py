@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
-__all__ = ["ScriptProcess", "end_all"]
+__all__ = ["ScriptProcess"]
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -81,18 +80,3 @@ class ScriptProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self.is_alive():
             os.killpg(self.pid, number)
-
-
-def end_all(processes: Iterable[ScriptProcess], grace_period: float) -> None:
-    """Ends processes, by SIGTERM and, for those that are left after `grace_period` seconds, by SIGKILL."""
-    running = [process for process in processes if process.is_alive()]
-    try:
-        for process in running:
-            process.terminate()
-        end = time.monotonic() + grace_period
-        for process in running:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:  # also on another Ctrl-C
-        for process in running:
-            process.kill()
-            process.join()

@@ -12,7 +12,7 @@ import click
 
 from .examples import Command
 from .prefixed_output import PrefixedOutput
-from .script_process import ScriptProcess, end_all
+from .script_process import ScriptProcess
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
@@ -123,7 +123,7 @@ class _Launch:
 
         from ..errors import CredentialsError, StoreError
         from ..launch.hosting import hosted_spawn_store, worker_environment
-        from ..launch.supervisor import Backoff, supervise
+        from ..launch.supervisor import Backoff, describe_exit, supervise
 
         with ExitStack() as stack:
             if self._has_prefix:
@@ -133,7 +133,7 @@ class _Launch:
                 store = stack.enter_context(hosted_spawn_store())
             except (CredentialsError, StoreError) as error:
                 raise click.ClickException(str(error)) from None
-            stack.callback(self._end)
+            stack.callback(self._close)
 
             def start(rank: int, restart: int) -> "ProcessContext":
                 common = worker_environment(store, len(self._names), restart, self._restarts)
@@ -149,9 +149,8 @@ class _Launch:
                     grace_period=self._grace,
                 )
             except ProcessExitedException as error:
-                killed = error.signal_name is not None
-                how = f"was killed by {error.signal_name}" if killed else f"exited with status {error.exit_code}"
-                click.echo(f"{self._names[error.error_index]} (pid {error.error_pid}) {how}", err=True)
+                name = self._names[error.error_index]
+                click.echo(f"{name} (pid {error.error_pid}) {describe_exit(error)}", err=True)
                 return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
         return 0
 
@@ -178,8 +177,7 @@ class _Launch:
         self._started.append(process)
         return process
 
-    def _end(self) -> None:
-        end_all(self._started, self._grace)
+    def _close(self) -> None:
         for process in self._started:
             process.close()
 

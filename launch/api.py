@@ -53,7 +53,8 @@ def spawn(
 
     When one fails that is not started again, the others have `grace_period` seconds to exit on their own, for
     example to report the lost worker. Those that are left get SIGTERM, and after another `grace_period` SIGKILL.
-    All of them die with this process.
+    On any other exception here, such as KeyboardInterrupt, all of them get SIGTERM at once, and SIGKILL after
+    `grace_period`. All of them die with this process.
 
     Args:
         fn: a function at the top level of a module or of the program, so that the new processes can import it. One

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ..net.security import Credentials
 from .ray_actors import End, Location, RankActor, StoreActor, forwarded_variables
-from .supervisor import Backoff
+from .supervisor import TRACEBACK, Backoff, error_line
 
 __all__ = ["STRATEGIES", "LaunchSpec", "run_on_ray"]
 
@@ -23,9 +23,6 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """How Ray may distribute the processes of a job over nodes."""
 
 TOKEN_BYTES = 32
-
-TRACEBACK = "Traceback (most recent call last):"
-"""How tracebacks begin."""
 
 RECHECK_S = 1.0
 """Seconds between looks at where rank 0 will be, while other processes wait for its address."""
@@ -347,19 +344,12 @@ def _how_it_ended(rank: _Rank, error: Exception | None) -> tuple[str, str]:
     """Returns how a process has failed, in words, and the traceback of what it raised; empty if it did not."""
     if rank.end is not None and rank.end.traceback:
         traceback = rank.end.traceback.rstrip()
-        return f"raised {_error_line(traceback)}{rank.end.context}", traceback
+        return f"raised {error_line(traceback)}{rank.end.context}", traceback
     if rank.end is not None:
         return f"exited with status {rank.end.status}", ""
     reason = str(error).rpartition("The actor is dead because ")[2].strip() or "it has died"
     detail = reason.rpartition("Worker exit detail: ")[2].partition(". ")[0]
     return f"has died ({detail.splitlines()[0]})", ""
-
-
-def _error_line(traceback: str) -> str:
-    """Returns the type of the error in a traceback, and the first line of its text."""
-    _, header, body = traceback.rpartition(TRACEBACK)
-    lines = body.splitlines()
-    return next((line for line in lines[1:] if header and not line.startswith(" ")), lines[-1])
 
 
 def _failure(rank: _Rank, error: Exception | None) -> Exception:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -13,7 +13,10 @@ from typing import final
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 
-__all__ = ["Backoff", "supervise"]
+__all__ = ["TRACEBACK", "Backoff", "describe_exit", "end_all", "error_line", "supervise"]
+
+TRACEBACK = "Traceback (most recent call last):"
+"""How tracebacks begin."""
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +76,34 @@ def supervise(
     """Waits until the process of every rank has succeeded.
 
     A process that fails is started again after a pause, `restarts` times at most. When a process fails once more,
-    the others end as `ProcessContext.join` has them end, and its error is raised.
+    the others end as `ProcessContext.join` has them end, and its error is raised. On any other exception, such as
+    KeyboardInterrupt, all processes are ended.
 
     Args:
         context: the processes, which have just been started, by rank.
         start: starts a process for a rank that has been restarted so often; returns its context.
         restarts: how often the process of each rank is started again.
         backoff: the pauses.
-        grace_period: of `ProcessContext.join`, in seconds.
+        grace_period: of `ProcessContext.join` and of `end_all`, in seconds.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a process raised once more than it is restarted.
         torch.multiprocessing.ProcessExitedException: the same for one that was killed, or exited with an error.
     """
+    try:
+        _supervise(context, start, restarts, backoff, grace_period)
+    except BaseException:  # the processes are no daemons: multiprocessing would wait for them at exit
+        end_all(context.processes, grace_period)
+        raise
+
+
+def _supervise(
+    context: ProcessContext,
+    start: Callable[[int, int], ProcessContext],
+    restarts: int,
+    backoff: Backoff,
+    grace_period: float,
+) -> None:
     histories = [_History(time.monotonic()) for _ in context.processes]
     waiting: set[int] = set()
     while context.sentinels or waiting:
@@ -136,9 +154,35 @@ def _describe_end(process: BaseProcess, error_file: str) -> tuple[str, str]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(error_file)
         traceback = error.msg.partition("error:\n")[2].rstrip()
-        lines = traceback.rpartition("Traceback (most recent call last):\n")[2].splitlines()
-        return "raised " + next((line for line in lines if not line.startswith(" ")), lines[-1]), traceback
+        return f"raised {error_line(traceback)}", traceback
     except ProcessExitedException as error:
-        killed = error.signal_name is not None
-        return f"was killed by {error.signal_name}" if killed else f"exited with status {error.exit_code}", ""
+        return describe_exit(error), ""
     raise AssertionError(f"process {process.pid} has not failed")
+
+
+def describe_exit(error: ProcessExitedException) -> str:
+    """Returns how a process has ended, in words."""
+    killed = error.signal_name is not None
+    return f"was killed by {error.signal_name}" if killed else f"exited with status {error.exit_code}"
+
+
+def error_line(traceback: str) -> str:
+    """Returns the type of the error in a traceback, and the first line of its text."""
+    _, header, body = traceback.rpartition(TRACEBACK)
+    lines = body.splitlines()
+    return next((line for line in lines[1:] if header and not line.startswith(" ")), lines[-1])
+
+
+def end_all(processes: Iterable[BaseProcess], grace_period: float) -> None:
+    """Ends processes, by SIGTERM and, for those that are left after `grace_period` seconds, by SIGKILL."""
+    running = [process for process in processes if process.is_alive()]
+    try:
+        for process in running:
+            process.terminate()
+        end = time.monotonic() + grace_period
+        for process in running:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:  # also on another Ctrl-C
+        for process in running:
+            process.kill()
+            process.join()

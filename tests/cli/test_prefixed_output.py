@@ -1,9 +1,15 @@
 """The output of processes is copied line by line, and nothing is lost."""
 
+import fcntl
 import io
 import os
+import struct
+import subprocess
+import termios
 
 from gradwire.cli.prefixed_output import MAX_LINE_BYTES, PrefixedOutput
+
+from tests.remote_functions import wait_until
 
 
 def test_lines_are_copied_with_names():
@@ -39,3 +45,18 @@ def test_a_reader_that_has_left_stops_nobody():
     with PrefixedOutput() as output, open(writing, "wb", buffering=0) as target, output.pipe("a", target) as pipe:
         for _ in range(4):
             os.write(pipe, b"x" * MAX_LINE_BYTES + b"\n")
+
+
+def test_a_process_that_writes_for_ever_keeps_nobody_waiting():
+    """It is one that a process has started and left."""
+
+    class SlowTarget(io.BytesIO):
+        def write(self, data: bytes) -> int:
+            wait_until(lambda: struct.unpack("i", fcntl.ioctl(held, termios.FIONREAD, bytes(4))) > (0,))
+            return super().write(data)
+
+    with PrefixedOutput() as output, output.pipe("a", SlowTarget()) as pipe:
+        held = os.dup(pipe)
+        endless = subprocess.Popen(["yes"], stdout=pipe)
+    os.close(held)
+    assert endless.wait(60) < 0  # by SIGPIPE

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from gradwire.errors import CredentialsError, StoreError, WorkerLostError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tests.certificates import OTHER_TOKEN, TOKEN, make_authority, write
+from tests.remote_functions import wait_until
 
 
 def call_around(rank: int, folder: Path) -> None:
@@ -114,6 +116,11 @@ def wait_forever_but_one(rank: int, folder: Path) -> None:
         signal.pause()
     (folder / "pid").write_text((folder / "fifo").read_text())
     raise ValueError("the reason")
+
+
+def wait_forever(rank: int, folder: Path) -> None:
+    (folder / f"{rank}-{os.getpid()}").touch()
+    signal.pause()
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -236,6 +243,29 @@ def test_what_does_not_end_is_ended(tmp_path):
     pid = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_an_interrupt_of_the_launcher_alone_ends_the_processes(python, tmp_path):
+    """Nobody else would end them when a notebook's cell is interrupted, and multiprocessing would wait at exit."""
+    program = f"""
+import multiprocessing
+from pathlib import Path
+from gradwire import launch
+from tests.launch.test_launch import wait_forever
+try:
+    launch.spawn(wait_forever, 2, (Path({str(tmp_path)!r}),))
+except KeyboardInterrupt:
+    print("left:", multiprocessing.active_children())
+"""
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        python.start("-c", program, stdout=output, stderr=output) as launcher,
+    ):
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(launcher.pid, signal.SIGINT)
+        launcher.wait(60)
+        output.seek(0)
+        assert output.read() == "left: []\n"
 
 
 @pytest.mark.parametrize("nprocs", [0, -1, True, 2.0, None])
