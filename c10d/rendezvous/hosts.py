@@ -21,7 +21,7 @@ REFUSAL_TIMEOUT_S = 5.0
 
 
 def gather_hosts(
-    store: TorchStore, rank: int, size: int, timeout_s: float | None = None, *, insecure: bool = False
+    store: TorchStore, rank: int, size: int, timeout_s: float, *, insecure: bool = False
 ) -> list[HostIdentity]:
     """Returns `HostIdentity.here()` of every rank. All ranks must call it, once for a store.
 
@@ -29,13 +29,12 @@ def gather_hosts(
         store: shared by the ranks.
         rank: this process's rank.
         size: the number of ranks.
-        timeout_s: seconds to wait for the other ranks; None for the store's timeout.
+        timeout_s: seconds to wait for the other ranks.
         insecure: whether this rank allows connections to other hosts without credentials.
     """
     store.set(f"host/{rank}", HostIdentity.here(insecure=insecure).to_json())
     keys = [f"host/{other}" for other in range(size)]
-    if timeout_s is not None:
-        store.wait(keys, timedelta(seconds=timeout_s))
+    store.wait(keys, timedelta(seconds=timeout_s))
     return [HostIdentity.from_json(store.get(key)) for key in keys]
 
 

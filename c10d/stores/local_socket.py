@@ -15,7 +15,14 @@ from typing import final
 from ...errors import StoreError, StoreNetworkError
 from ...net.addresses import format_address
 from ...net.socket_owners import users_listening
-from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile, UnsafePathError, store_socket_name
+from ...net.user_sockets import (
+    UNIX_SCHEME,
+    SocketDirectory,
+    SocketFile,
+    UnsafePathError,
+    is_listening,
+    store_socket_name,
+)
 
 __all__ = ["LocalSocket", "StoreTarget", "find_store", "reserve_port", "who_listens"]
 
@@ -99,11 +106,16 @@ class StoreTarget:
 
 
 def find_store(port: int) -> StoreTarget | None:
-    """Returns the socket of this user's store that has a port; None without one."""
+    """Returns the socket at which this user's store that has a port listens; None without one.
+
+    A store that was killed has left its socket, maybe in another directory than that of the one that runs.
+    """
     name = store_socket_name(port)
     for directory in SocketDirectory.all_of_this_user():
-        with suppress(FileNotFoundError, UnsafePathError):  # one that has just been bound is not restricted yet
-            return StoreTarget(directory, f"{directory.path}/{name}")
+        with suppress(OSError):  # it is missing, or has just been bound and is not restricted yet
+            target = StoreTarget(directory, f"{directory.path}/{name}")
+            if is_listening(target.address.removeprefix(UNIX_SCHEME)):
+                return target
     return None
 
 

@@ -10,9 +10,8 @@ can stop a job, but reveals nothing, and nobody reads what no process of the job
 import os
 import re
 import struct
-import threading
 from contextlib import suppress
-from typing import Any, cast, final
+from typing import Any, final
 
 from ...errors import StoreError
 from ...net.addresses import is_loopback
@@ -25,7 +24,7 @@ from .base import Store
 from .describe import describe_store, innermost_store
 from .hash import HashStore
 from .tcp import TCPStore
-from .torch_store import execute
+from .view import StoreView
 
 __all__ = ["SealedStore", "seal"]
 
@@ -87,7 +86,7 @@ def _is_open_to_other_users(store: Any) -> bool:
 
 
 @final
-class SealedStore(Store):
+class SealedStore(StoreView):
     """A view of all keys of another store. Closing it leaves the underlying store open.
 
     Values are encrypted by AES-256-GCM with a key that is derived from the job's token; they are bound to their
@@ -104,35 +103,13 @@ class SealedStore(Store):
         """
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
         self.credentials = None if is_of_user else credentials
         self._token = credentials
         self._cipher = AESGCM(credentials.derive_key("store values", 32))
-        self._own_clone: Store | None = None
-        self._closed_event = threading.Event()
-        super().__init__(self._store.timeout, parent=store if isinstance(store, Store) else None)
+        super().__init__(store)
 
-    @property
-    def underlying_store(self) -> TorchStore:
-        """The store that this is a view of."""
-        return cast(TorchStore, self._store)
-
-    def has_extended_api(self) -> bool:
-        """Returns whether the underlying store supports append, multi_get and multi_set."""
-        return bool(self._store.has_extended_api())
-
-    def clone(self) -> "SealedStore":
-        """Makes a view of a clone of the underlying store; both are closed together."""
-        under = self._store.clone()
-        twin = SealedStore(under, self._token, is_of_user=self.credentials is None)
-        twin.set_timeout(self.timeout)
-        twin._own_clone = under if isinstance(under, Store) else None
-        return twin
-
-    def _release(self) -> None:
-        self._closed_event.set()
-        if self._own_clone is not None:
-            self._own_clone.close()
+    def _over(self, store: TorchStore) -> "SealedStore":
+        return SealedStore(store, self._token, is_of_user=self.credentials is None)
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         if operation.kind == store_pb2.COMPARE_SET:
@@ -149,12 +126,6 @@ class SealedStore(Store):
         elif operation.kind == store_pb2.ADD and outcome.error:
             self._check_number(operation.keys[0])
         return outcome
-
-    def _execute_below(self, operation: Operation, seconds: float = 0.0) -> Outcome:
-        if isinstance(self._store, Store):
-            self._store._check_usable()
-            return self._store._execute(operation, seconds)
-        return execute(self._store, operation, seconds, self._closed_event)
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Compares what is sealed. Each sealing of a value gives other bytes, so the server cannot."""

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed
 from gradwire import c10d
 from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, StoreLimits, TCPStore, rendezvous
-from gradwire.c10d.stores.describe import store_credentials
+from gradwire.c10d.stores.describe import is_insecure_store, store_credentials
 from gradwire.c10d.stores.sealed import SealedStore, seal
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import CredentialsError, RendezvousError, StoreError
@@ -104,6 +104,18 @@ def test_public_addresses_are_allowed_with_credentials():
 def sealed():
     with HashStore() as under, SealedStore(under, TOKENS) as store:
         yield store
+
+
+@pytest.mark.parametrize("make", [lambda store: PrefixStore("a", store), lambda store: SealedStore(store, TOKENS)])
+def test_a_clone_of_a_view_is_what_the_view_is(tmp_path, make):
+    with FileStore(str(tmp_path / "store")) as under, make(under) as view:
+        view.insecure, view.credentials = True, TOKENS
+        view.set_timeout(7)
+        with view.clone() as twin:
+            assert is_insecure_store(twin)
+            assert (store_credentials(twin), twin.timeout) == (TOKENS, view.timeout)
+            twin.set("key", "value")
+            assert view.get("key") == b"value"
 
 
 def test_sealed_values_cannot_be_read_below(sealed):

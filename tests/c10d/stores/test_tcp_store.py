@@ -1,10 +1,12 @@
 """The server of a TCPStore and its clients."""
 
+import socket
 import threading
 
 import pytest
 from gradwire.c10d import TCPStore
 from gradwire.errors import StoreError
+from gradwire.net.user_sockets import SocketDirectory, SocketFile, store_socket_name
 
 from tests.c10d.stores import kinds as stores
 from tests.c10d.stores.kinds import call, open_here
@@ -136,6 +138,19 @@ def test_a_killed_master_fails_its_clients_at_once(free_port, workers):
         pending.result()
     with pytest.raises(StoreError, match=rf"the store on 127\.0\.0\.1:{free_port} is gone"):
         client.run(call, "set", "key", "value")
+
+
+def test_the_socket_of_a_killed_store_hides_none_in_another_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with TCPStore("127.0.0.1", 0, is_master=True) as master, socket.socket(socket.AF_UNIX) as dead:
+        tmp_path.chmod(0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        left = SocketFile(SocketDirectory.of_this_user(), store_socket_name(master.port))
+        dead.bind(left.bind_path)
+        left.restrict()
+        with TCPStore("127.0.0.1", master.port, timeout=20) as client:
+            client.set("key", "value")
+        assert master.get("key") == b"value"
 
 
 def test_closing_the_master_ends_waits_with_an_error(master, workers):
