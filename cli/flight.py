@@ -25,13 +25,14 @@ def command(paths: tuple[Path, ...]) -> None:
     c10d.dump_flight_recorder, or when a group with a dump_folder in its options fails.
     """
     from ..c10d.debug.report import read_files, report
+    from ..net.peer_text import printable
 
     try:
         files = read_files(paths)
         text = report(files)
     except (ValueError, LookupError, TypeError, OSError) as error:
         raise click.ClickException(
-            f"these are no flight recorder files: {type(error).__name__}: {error}"
+            f"these are no flight recorder files: {type(error).__name__}: {printable(error)}"
         ) from None
     if not files:
         raise click.ClickException("there are no such files: flight recorders write flight-HOST-PID.json")

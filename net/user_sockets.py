@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
+from .socket_owners import users_listening
+
 __all__ = [
     "UNIX_SCHEME",
     "SocketDirectory",
@@ -54,6 +56,9 @@ _BY_DESCRIPTOR: Final = "/proc/self/fd/"
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock|store-\d{1,20}-\d{1,5}\.sock", re.ASCII)
 """Names of sockets: the process id, and what makes them unique; or the network and the port of a store."""
+
+_LINK_NAME: Final = re.compile(r"view-(\d{1,5})\.link", re.ASCII)
+"""Names of the files with links to the pages of workers: the port of the page."""
 
 
 class UnsafePathError(OSError):
@@ -150,8 +155,10 @@ class SocketDirectory:
         return f"{self.by_descriptor}/{name}"
 
     def sweep(self) -> None:
-        """Removes sockets that killed processes have left: those on which nobody listens."""
+        """Removes sockets and links that killed processes have left: those on which nobody listens."""
         for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
+            if link := _LINK_NAME.fullmatch(name):
+                self._remove_link_if_dead(name, int(link[1]))
             named = _NAME.fullmatch(name)
             if named and not (named[1] and os.path.exists(f"/proc/{named[1]}")):
                 self._remove_if_dead(name, MIN_SWEPT_AGE_S)
@@ -204,6 +211,13 @@ class SocketDirectory:
             status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
             is_old = time.time() - status.st_mtime >= min_age_s
             if stat.S_ISSOCK(status.st_mode) and is_old and not is_listening(f"{self.by_descriptor}/{name}"):
+                os.unlink(name, dir_fd=self._descriptor)
+
+    def _remove_link_if_dead(self, name: str, port: int) -> None:
+        with suppress(OSError):
+            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            is_old = time.time() - status.st_mtime >= MIN_SWEPT_AGE_S
+            if is_old and os.geteuid() not in users_listening(port):
                 os.unlink(name, dir_fd=self._descriptor)
 
     def _check(self) -> os.stat_result:

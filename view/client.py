@@ -1,12 +1,16 @@
 """Asks the page of a job for its state."""
 
 import http.client
+import ipaddress
 import json
 import os
+import socket
 import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
+
+import psutil
 
 from ..net.peer_text import printable
 from .keys import KEY_VARIABLE, LinkFile, PageKey
@@ -39,7 +43,8 @@ class PageClient:
 
         Args:
             url: that a worker has logged, without the key. The key is that of GRADWIRE_VIEW_KEY, or is derived
-                from the token of the credentials, or is in the file that a worker of this user has written.
+                from the token of the credentials, or is in the file that a worker of this user has written, if
+                the URL names this host.
             credentials: of the job; needed if the URL begins with https.
             timeout: seconds that an answer may take.
 
@@ -67,7 +72,8 @@ class PageClient:
                 key = PageKey(credentials).text
         if not key:
             with suppress(OSError):
-                key = LinkFile(parts.port).key()
+                if _is_this_host(parts.hostname):  # the file is found by the port, which other hosts have too
+                    key = LinkFile(parts.port).key()
         self._headers = {"Authorization": f"Bearer {key}"}
 
     def overview(self) -> dict[str, Any]:
@@ -97,3 +103,14 @@ class PageClient:
             reason = needs_key if answer.status == 403 else f"status {answer.status}"
             raise ConnectionError(f"the view at {self._host}:{self._port} refuses: {reason}")
         return found
+
+
+def _is_this_host(host: str) -> bool:
+    """Returns whether all addresses of a host are of this one. Raises OSError if the name cannot be resolved."""
+    own = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no host name") from error
+    parsed = {address: ipaddress.ip_address(address.partition("%")[0]) for address in found}
+    return all(name in own or each.is_loopback or each.is_unspecified for name, each in parsed.items())

@@ -10,9 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...net.peer_text import printable_lines
+
 __all__ = ["main", "read_files", "report"]
 
 Json = dict[str, Any]
+
+MAX_REPORT_CHARACTERS = 1 << 24
 
 _STATES = {"in flight": "stuck in", "failed": "failed in", "done": "went on after"}
 
@@ -24,12 +28,13 @@ def read_files(paths: Iterable[Path]) -> list[Json]:
 
 
 def report(files: Sequence[Json]) -> str:
-    """Returns a report on each group that the files describe, as text."""
+    """Returns a report on each group that the files describe, as text that can be shown in a terminal."""
     groups: dict[str, dict[int, tuple[Json, Json]]] = defaultdict(dict)
     for file in files:
         for group in file["groups"]:
             groups[group["name"]][group["rank"]] = (group, file)
-    return "\n\n".join(_report_group(name, ranks) for name, ranks in sorted(groups.items()))
+    text = "\n\n".join(_report_group(name, ranks) for name, ranks in sorted(groups.items()))
+    return printable_lines(text, MAX_REPORT_CHARACTERS)
 
 
 def _report_group(name: str, ranks: dict[int, tuple[Json, Json]]) -> str:

@@ -206,6 +206,6 @@ def _check_names(certificate: x509.Certificate, shown: str, worker: str | None) 
             "needs a certificate of its own"
         )
     raise CredentialsError(
-        f"{shown} is not for gradwire: among its DNS names ({listed}) is no {SHARED_HOST_NAME}; `python -m "
-        "gradwire.cli.authority names WORKER` prints those that it needs"
+        f"{shown} is not for gradwire: among its DNS names ({listed}) is no {SHARED_HOST_NAME}; `gradwire "
+        "certs names WORKER` prints those that it needs"
     )

@@ -1,15 +1,20 @@
 """`gradwire certs`: tokens, CAs, certificates, and what it refuses."""
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from gradwire.cli.certs import command
-from gradwire.cli.group import run_command
+from gradwire.cli.group import gradwire, run_command
 from gradwire.errors import CredentialsError
-from gradwire.net.security import Credentials, worker_host_name
+from gradwire.net.security import Credentials, issuing, worker_host_name
+from gradwire.net.security.names import host_names
+
+from tests.certificates import make_authority, write
 
 
 @pytest.fixture
@@ -93,3 +98,14 @@ def test_as_a_program(python, tmp_path: Path):
     again = python.run("-m", "gradwire", "certs", "ca", tmp_path / "x")
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.startswith("Error: ")
+
+
+def test_the_command_that_is_named_for_a_certificate_of_another_ca_prints_the_names(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(issuing, "host_names", lambda _worker: ["www.example.org"])
+        credentials = write(tmp_path, make_authority(), None)
+    with pytest.raises(CredentialsError) as caught:
+        credentials.identity("worker0")
+    (named,) = re.findall("`gradwire (.*) WORKER` prints those that it needs", str(caught.value))
+    done = CliRunner().invoke(gradwire, [*named.split(), "worker0"])
+    assert done.output.splitlines() == list(host_names("worker0"))

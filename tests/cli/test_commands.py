@@ -1,5 +1,6 @@
 """The command `gradwire`: its help, what it loads, and what it says about arguments that are wrong."""
 
+import json
 import subprocess
 import sys
 
@@ -107,3 +108,17 @@ def test_flight_refuses_other_files(tmp_path):
     (tmp_path / "flight-a-1.json").unlink()
     done = CliRunner().invoke(gradwire, ["flight", str(tmp_path)])
     assert (done.exit_code, done.output.startswith("Error: there are no such files")) == (1, True)
+
+
+def test_flight_does_not_send_to_the_terminal_what_files_say(tmp_path):
+    group = {
+        "name": "0",
+        "description": "\x1b]0;title\x07",
+        "backend": "shm",
+        "rank": 0,
+        "size": 1,
+        "operations": [],
+    }
+    (tmp_path / "flight-a-1.json").write_text(json.dumps({"written": 0, "groups": [group]}))
+    done = CliRunner().invoke(gradwire, ["flight", str(tmp_path)])
+    assert done.output == "group '0' (\\x1b]0;title\\x07, shm), 1 ranks\n  rank 0: no collective yet\n"

@@ -251,6 +251,22 @@ def test_sockets_that_killed_processes_left_are_swept(runtime):
         }
 
 
+def test_links_to_pages_of_killed_processes_are_swept(runtime):
+    directory = SocketDirectory.of_this_user()
+    with socket.create_server(("127.0.0.1", 0)) as page, socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))  # and does not listen
+        of_page, of_gone = (f"view-{each.getsockname()[1]}.link" for each in (page, gone))
+        for name in (of_page, of_gone):
+            Path(directory.path, name).touch()
+        directory.sweep()
+        assert set(os.listdir(directory.path)) == {of_page, of_gone}  # a page may be about to listen
+        past = os.stat(f"{directory.path}/{of_gone}").st_mtime - 61
+        for name in (of_page, of_gone):
+            os.utime(f"{directory.path}/{name}", (past, past))
+        directory.sweep()
+    assert os.listdir(directory.path) == [of_page]
+
+
 def test_a_directory_that_a_stopped_process_has_locked_keeps_nobody_waiting(runtime, listener, monkeypatch):
     monkeypatch.setattr(user_sockets, "LOCK_TIMEOUT_S", 0.05)
     directory = SocketDirectory.of_this_user()

@@ -18,11 +18,14 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from gradwire import c10d, rpc
 from gradwire.cli.group import gradwire
+from gradwire.net.interfaces import address_for_others, is_local
 from gradwire.rpc.contracts.agent import current_agent
+from gradwire.view.keys import LinkFile
 from gradwire.view.page import Page
 from gradwire.view.top import Choice, render
 from rich.console import Console
@@ -92,6 +95,32 @@ def test_the_key_is_where_only_the_user_can_read_it(workers, tmp_path):
     assert top(address, XDG_RUNTIME_DIR=str(elsewhere), GRADWIRE_VIEW_KEY=key).exit_code == 0
     a.run(rpc.shutdown)
     assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_another_host_is_not_told_the_key_of_a_page_here_with_the_same_port(monkeypatch, tmp_path, is_own):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    address = address_for_others()
+    if is_local(address):
+        pytest.skip("this host has a loopback address only")
+    with socket.create_server((address, 0)) as server:
+        port = server.getsockname()[1]
+        LinkFile(port).write(f"http://127.0.0.1:{port}/?key=secret")
+        if not is_own:
+            monkeypatch.setattr(psutil, "net_if_addrs", dict)
+        received = []
+
+        def receive():
+            connection, _ = server.accept()
+            with connection:
+                received.append(connection.recv(1000))
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        assert top(f"http://{address}:{port}/").exit_code == 1
+        thread.join()
+    assert (b"secret" in received[0]) == is_own
 
 
 def test_with_the_token_no_key_is_needed(workers):
