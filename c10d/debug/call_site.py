@@ -28,7 +28,11 @@ def find_call_site(skip: int = 0) -> CallSite:
         skip: innermost frames that are known to be gradwire's, beside this function's. Looking at a frame costs
             time.
     """
-    frame: FrameType | None = sys._getframe(1 + skip)
+    frame: FrameType | None
+    try:
+        frame = sys._getframe(1 + skip)
+    except ValueError:  # C++ has called gradwire on a thread that runs no Python, so no frame is the caller's
+        frame = sys._getframe(1)
     file, line = "", 0
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from ..engines.collective_call import CollectiveCall
-from ..engines.pending import PendingOperation
+from ..engines.pending import PendingOperation, peek
 from .call_site import CallSite, find_call_site
 
 __all__ = ["FlightRecord", "FlightRecorder", "HasFlightRecord", "write_flight_records"]
 
 _FRAMES_IN_GRADWIRE = 4
-"""Stack frames below `find_call_site` that are always gradwire's: `FlightRecorder.begin`, `GroupCore.start`,
-`ProcessGroup.start`, and the collective's method."""
+"""Stack frames between `find_call_site` and the caller of a collective: `FlightRecorder.begin`, `GroupCore.start`,
+`ProcessGroup.start`, and the collective's method. There are no others if C++ calls it on a thread of its own."""
 
 
 @final
@@ -78,10 +78,13 @@ class FlightRecord:
             self._error = f"{type(error).__name__}: {error}"
 
     def state(self) -> str:
-        """Returns `"in flight"`, `"done"` or `"failed"`."""
+        """Returns `"in flight"`, `"done"` or `"failed"`, without affecting the operation.
+
+        A message of Gloo is in flight until some thread has waited for it, as Gloo tells nobody else of its end.
+        """
         if self._error is not None:
             return "failed"
-        done = self._ended is not None or self._is_done or (self.pending is not None and self.pending.done())
+        done = self._ended is not None or self._is_done or (self.pending is not None and peek(self.pending))
         return "done" if done else "in flight"
 
     def release_operation(self) -> None:

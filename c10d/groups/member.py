@@ -4,7 +4,7 @@ A group keeps its ProcessGroup object, so that torch, DDP and others find the ne
 has a GroupCore of its own. The steps, which all members of the new group take together:
 
 1. The old core ends: what is still in flight raises an error, and threads, sockets and memory are released.
-2. The members agree on who is in the new group (reconfigure_round.py), unless the caller says who is.
+2. The members agree on who is in the new group (c10d/reconfigure/round.py), unless the caller says who is.
 3. They wait for each other at a StartBarrier: all raise the same error if one does not come.
 4. The new core connects, with a failure detector and engines of its own.
 

@@ -48,9 +48,9 @@ class OperationEvent:
     def __init__(self, backend: str, call: CollectiveCall) -> None:
         name = f"{backend}:{_event_name(call)}"
         tensors = call.outputs if call.name == "recv" else call.inputs
-        self._lock = threading.Lock()
+        self._is_ending = threading.Lock()  # acquired for good by the call that ends the event
+        self._ended = threading.Event()
         self._end_future = begin_profiler_event(name, tensors)
-        self._has_ended = False
 
     @contextmanager
     def without_nested_events(self) -> Iterator[None]:
@@ -62,15 +62,22 @@ class OperationEvent:
             enable_record_function(True)  # noqa: FBT003
 
     def end(self) -> None:
-        """Ends the event. Further calls do nothing."""
-        with self._lock:
-            if not self._has_ended:
-                self._has_ended = True
-                thread = threading.Thread(
-                    target=self._end_future.set_result, args=(None,), name="gradwire-profile", daemon=True
-                )
+        """Ends the event, or waits for another call that does. Further calls do nothing."""
+        if not self.try_end():
+            self._ended.wait()
+
+    def try_end(self) -> bool:
+        """Ends the event. Returns False, without blocking, while another call ends it."""
+        if self._is_ending.acquire(blocking=False):
+            thread = threading.Thread(
+                target=self._end_future.set_result, args=(None,), name="gradwire-profile", daemon=True
+            )
+            try:
                 thread.start()
                 thread.join()
+            finally:
+                self._ended.set()
+        return self._ended.is_set()
 
     def end_with(self, pending: PendingOperation, *, is_point_to_point: bool) -> PendingOperation:
         """Ends the event when an operation is done.
@@ -85,16 +92,16 @@ class OperationEvent:
         """
         if not is_point_to_point:
             pending.on_done(self.end)
-        return _ProfiledOperation(pending, self.end)
+        return _ProfiledOperation(pending, self)
 
 
 @final
 class _ProfiledOperation:
     """An operation whose profiler event ends before anybody sees the operation as done."""
 
-    def __init__(self, pending: PendingOperation, end_event: Callable[[], None]) -> None:
+    def __init__(self, pending: PendingOperation, event: OperationEvent) -> None:
         self._pending = pending
-        self._end_event = end_event
+        self._event = event
 
     def wait(self, timeout: float | None) -> None:
         try:
@@ -102,15 +109,12 @@ class _ProfiledOperation:
         except TimeoutError:  # the operation goes on
             raise
         except BaseException:
-            self._end_event()
+            self._event.end()
             raise
-        self._end_event()
+        self._event.end()
 
     def done(self) -> bool:
-        is_done = self._pending.done()
-        if is_done:
-            self._end_event()
-        return is_done
+        return self._pending.done() and self._event.try_end()
 
     def source(self) -> int:
         return self._pending.source()

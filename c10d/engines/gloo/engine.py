@@ -375,7 +375,7 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
         setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="Gloo"
     )
     if os.environ.get(INTERFACE_VARIABLE) and all(host.insecure for host in hosts):
-        return dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout)
+        return keep_in_children(dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout))
     is_local = can_share_loopback(hosts)
     ports = own_listening_ports() if is_local else set()
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs

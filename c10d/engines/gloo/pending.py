@@ -65,6 +65,11 @@ class GlooCollective:
                 self.wait(None)
         return self._work is None
 
+    def peek(self) -> bool:
+        """Returns whether the operation has finished, but does not fail the group if it has failed."""
+        work = self._work
+        return work is None or work.is_completed()
+
     def source(self) -> int:
         """Raises NotImplementedError, as collectives have no source."""
         raise NotImplementedError
@@ -100,8 +105,8 @@ class GlooMessage:
         self._timeout = timeout
         self._start_time = time.monotonic()
         self._lock = threading.Lock()
+        self._has_waiter = threading.Lock()  # acquired for good by whoever waits in C++, without blocking
         self._is_done = False
-        self._has_waiter = False
         self._source = -1
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -109,11 +114,9 @@ class GlooMessage:
     def wait(self, timeout: float | None) -> None:
         """Waits in C++, or for the thread that does; see PendingOperation.wait."""
         # A failure of the group would not wake a thread that waits in C++ for a message from any rank.
-        if not self._is_done and timeout is None and self._operation != "recv_anysource":
-            with self._lock:
-                is_waiter, self._has_waiter = not self._has_waiter, True
-            if is_waiter:
-                self._wait_in_gloo()
+        may_wait = not self._is_done and timeout is None and self._operation != "recv_anysource"
+        if may_wait and self._has_waiter.acquire(blocking=False):
+            self._wait_in_gloo()
         if not self._is_done:
             event = threading.Event()
             self.on_done(event.set)
@@ -126,6 +129,10 @@ class GlooMessage:
         """Returns whether the operation has finished, successfully or not."""
         if not self._is_done:
             self._ensure_waiter()
+        return self._is_done
+
+    def peek(self) -> bool:
+        """Returns whether the operation is known to have finished. It is not before some thread waits for it."""
         return self._is_done
 
     def source(self) -> int:
@@ -146,12 +153,9 @@ class GlooMessage:
 
     def _ensure_waiter(self) -> None:
         """Starts a thread that waits in C++ unless some thread does already."""
-        with self._lock:
-            if self._has_waiter:
-                return
-            self._has_waiter = True
-        name = f"gradwire-gloo-{self._operation}"
-        threading.Thread(target=self._wait_in_gloo, name=name, daemon=True).start()
+        if self._has_waiter.acquire(blocking=False):
+            name = f"gradwire-gloo-{self._operation}"
+            threading.Thread(target=self._wait_in_gloo, name=name, daemon=True).start()
 
     def _wait_in_gloo(self) -> None:
         remaining = self._start_time + self._timeout - time.monotonic()

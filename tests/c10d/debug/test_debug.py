@@ -1,5 +1,6 @@
 """Debugging aids name the ranks that disagree, what they called, and where."""
 
+import _thread
 import json
 import os
 import re
@@ -7,7 +8,9 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d.debug.report import read_files, report
 from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
+from gradwire.view.groups import process_groups
 
 SIZE = 3
 
@@ -209,6 +213,72 @@ def dump_by_signal(folder: Path) -> list[str]:
 def test_a_signal_writes_the_last_operations(workers, group, tmp_path):
     seen = workers.each(group(flight_recorder_size=2), dump_by_signal, tmp_path / "dumps")
     assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
+
+
+def ask_while_an_event_ends() -> list[str]:
+    """Returns what a signal handler has seen that asks for an operation while its profiler event ends."""
+    seen, handled = [], threading.Event()
+
+    def handle(*_: object) -> None:
+        seen.append("done" if work.is_completed() else "in flight")
+        handled.set()
+
+    def pause_event(*_: object) -> None:
+        if threading.current_thread().name == "gradwire-profile" and not handled.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            handled.wait()
+
+    signal.signal(signal.SIGUSR1, handle)
+    with torch.autograd.profiler.profile():
+        threading.setprofile(pause_event)  # called in the thread that ends the event
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+        handled.wait()
+        threading.setprofile(None)
+    return [*seen, "done" if work.is_completed() else "in flight"]
+
+
+def test_a_signal_handler_may_ask_for_an_operation_whose_event_ends(group_on):
+    assert group_on("gradwire_shm", 1)[0].run(ask_while_an_event_ends) == ["in flight", "done"]
+
+
+def look_at_posted_receives() -> tuple[int, list[str], list[float]]:
+    """Returns how many messages are shown in flight, the threads after that, and what then has arrived."""
+    if dist.get_rank():
+        dist.barrier()
+        for tag in range(10):
+            dist.send(torch.full((2, 2), float(tag)), 0, tag=tag)
+        return 0, [], []
+    tensors = [torch.zeros(2, 2) if tag % 2 else torch.zeros(2, 2).t() for tag in range(10)]
+    works = [dist.irecv(tensor, 1, tag=tag) for tag, tensor in enumerate(tensors)]
+    (shown,) = process_groups()
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-gloo")]
+    dist.barrier()
+    for work in works:
+        work.wait()
+    (shown_later,) = process_groups()
+    assert not shown_later["messages"]
+    return len(shown["messages"]), names, [tensor.sum().item() for tensor in tensors]
+
+
+def test_a_look_at_messages_in_flight_starts_no_threads(workers, group_on):
+    seen, _ = workers.each(group_on("gradwire_gloo", 2), look_at_posted_receives)
+    assert seen == (10, [], [4.0 * tag for tag in range(10)])
+
+
+def call_without_python_frames() -> tuple[list[float], list[str]]:
+    """Calls an operation as C++ does on a thread of its own; returns its output and the errors of the thread."""
+    errors: list[str] = []
+    sys.unraisablehook = lambda raised: errors.append(str(raised.exc_value))
+    output = torch.zeros(2)
+    _thread.start_new_thread(dist.group.WORLD.alltoall_base, (output, torch.ones(2), [], []))
+    while not output.all() and not errors:
+        time.sleep(0.01)
+    return output.tolist(), errors
+
+
+def test_operations_run_on_threads_without_python_frames(group_on):
+    assert group_on("gradwire_shm", 1)[0].run(call_without_python_frames) == ([1.0, 1.0], [])
 
 
 def dump_over_a_link(folder: Path) -> tuple[str, int]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
+from gradwire.c10d.engines.base import Setup
+from gradwire.c10d.engines.gloo.engine import GlooEngine
 from gradwire.errors import NotInitializedError, ProcessGroupError, RendezvousError, StoreError
 
 import tests.c10d.engines.fake_nccl  # noqa: F401 - registers its engine, in workers too
@@ -140,6 +142,26 @@ def fork_within_a_group(folder: Path) -> None:
     here["rank"] = dist.get_rank()
     in_children(2, use_inherited)
     started.wait()
+
+
+def fork_with_an_engine_on_an_interface(path: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    setup = Setup(
+        store=c10d.FileStore(path, 1),
+        rank=0,
+        size=1,
+        timeout=20,
+        device_type="cpu",
+        global_ranks=(0,),
+        group_name="group",
+        insecure=True,
+    )
+    engine = GlooEngine(setup)
+    in_children(1, lambda _: engine.close())
+
+
+def test_children_free_an_engine_that_is_on_a_named_interface(workers, tmp_path):
+    workers(1)[0].run(fork_with_an_engine_on_an_interface, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("backend", ENGINES)
