@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from .pending import PendingOperation
+from .pending import PendingOperation, peek
 
 __all__ = ["SerialQueue", "SerialTask"]
 
@@ -59,6 +59,10 @@ class SerialTask:
     def done(self) -> bool:
         """Returns whether the task has finished, successfully or not."""
         return self.has_run and (self._started is None or self._started.done())
+
+    def peek(self) -> bool:
+        """Returns whether the task is known to have finished; see `pending.peek`."""
+        return self.has_run and (self._started is None or peek(self._started))
 
     def source(self) -> int:
         """Returns the rank that sent the message of a completed receive."""

@@ -94,6 +94,10 @@ class NcclOperation:
             self.poll()
         return self._done.is_set()
 
+    def peek(self) -> bool:
+        """Returns whether the operation is known to have finished; see `pending.peek`."""
+        return self._done.is_set()  # which the watchdog sets, soon after it has
+
     def source(self) -> int:
         """Returns the rank that sent the message."""
         assert self._source is not None
