@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from socket import MSG_CTRUNC
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -224,9 +225,9 @@ class EnvelopeSocket:
                     data = self._connection.recv(READ_BYTES)
                 else:
                     connection: Any = self._connection  # a TlsSocket has no descriptors
-                    data, rights, _, _ = connection.recvmsg(*RECVMSG_ARGS)
-                    if rights:
-                        reader.add_descriptors(rights)
+                    data, rights, flags, _ = connection.recvmsg(*RECVMSG_ARGS)
+                    if rights or flags & MSG_CTRUNC:
+                        reader.add_descriptors(rights, flags)
                 has_ended = reader.take(data)
             self.has_heard = True
             if has_ended:

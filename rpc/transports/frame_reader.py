@@ -30,6 +30,9 @@ _MAX_BYTES = {FrameKind.ENVELOPE: MAX_ENVELOPE_BYTES, FrameKind.ATTACHED: MAX_AT
 
 _DESCRIPTOR = struct.Struct("i")
 
+_LOST: Final = -1
+"""In place of a descriptor."""
+
 RECVMSG_ARGS: Final = READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
 """The arguments of the `recvmsg` that brings descriptors, too."""
 
@@ -60,6 +63,7 @@ class FrameReader:
         self.pulses = pulses
         self._allocate = allocate
         self._descriptors: deque[int] = deque()
+        """In the order of their frames; _LOST for each that this process had no place for."""
         self._beginning = b""
         """Bytes of a frame whose rest has not arrived."""
         self.large: LargeEnvelope | AttachedBytes | None = None
@@ -68,11 +72,18 @@ class FrameReader:
         self.pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned. Whoever has waited for it resets it."""
 
-    def add_descriptors(self, rights: Sequence[tuple[int, int, bytes]]) -> None:
-        """Keeps the descriptors that `recvmsg` has brought. Raises ValueError if there are too many."""
+    def add_descriptors(self, rights: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        """Keeps the descriptors that `recvmsg` has brought. Raises ValueError if there are too many.
+
+        Args:
+            rights: the ancillary data.
+            flags: tell whether the kernel has dropped a descriptor; senders send one at a time.
+        """
         for _, _, descriptors in rights:
             count = len(descriptors) // _DESCRIPTOR.size
             self._descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
+        if flags & socket.MSG_CTRUNC:
+            self._descriptors.append(_LOST)
         if len(self._descriptors) > MAX_DESCRIPTORS:
             raise ValueError("descriptors without segments")
 
@@ -135,6 +146,8 @@ class FrameReader:
 
     def _take_attached(self, envelope: bytes, following: memoryview) -> int:
         """Begins to receive what follows an envelope; returns how much of it is there."""
+        if len(envelope) > MAX_ATTACHING_BYTES:  # `take` checks those that arrive in pieces
+            raise ValueError(f"a frame of {len(envelope)} bytes")
         large = AttachedBytes(envelope, self._allocate)
         count = large.fill(following)
         if (arrived := large.arrived) is None:
@@ -150,11 +163,14 @@ class FrameReader:
     def close(self) -> None:
         """Closes the descriptors whose frames have not come."""
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) != _LOST:
+                os.close(descriptor)
 
     def _take_other(self, kind: int, content: bytes) -> None:
         if kind == FrameKind.HEARTBEAT and not content:
             return
+        if len(content) > MAX_SIDE_FRAME_BYTES:  # `take` checks those that arrive in pieces
+            raise ValueError(f"a frame of {len(content)} bytes")
         if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self.pulses is not None and not content:
             self._take_pulse(kind, self.pulses)
         elif (kind <= FrameKind.SHARED_SEGMENT or kind == FrameKind.SPENT) and self.segments is not None:
@@ -165,8 +181,8 @@ class FrameReader:
     def _take_pulse(self, kind: int, pulses: PulseExchange) -> None:
         if kind == FrameKind.PULSE_READ:
             pulses.on_read()
-        elif self._descriptors:  # else this process has no descriptors left, and gets heartbeats
-            pulses.on_shown(self._descriptors.popleft())
+        elif self._descriptors and (descriptor := self._descriptors.popleft()) != _LOST:
+            pulses.on_shown(descriptor)  # else this process has no descriptors left, and gets heartbeats
 
     def _take_segment_frame(self, kind: int, content: bytes, segments: SegmentListener) -> None:
         if kind in (FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT):
@@ -177,7 +193,8 @@ class FrameReader:
                 number, size = SEGMENT.unpack(content)
                 segments.on_segment(number, size, descriptor, is_shared=kind == FrameKind.SHARED_SEGMENT)
             finally:
-                os.close(descriptor)
+                if descriptor != _LOST:
+                    os.close(descriptor)
             return
         numbers = numbers_in(content)
         if kind == FrameKind.RELEASED:

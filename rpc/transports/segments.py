@@ -41,7 +41,7 @@ class SegmentListener(Protocol):
         Args:
             number: the peer's number of the segment.
             size: its bytes.
-            descriptor: of the segment.
+            descriptor: of the segment; -1 if it was lost, because this process had none left.
             is_shared: whether other workers receive the same bytes.
         """
 

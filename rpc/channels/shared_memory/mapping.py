@@ -8,12 +8,16 @@ from typing import final
 
 from ...wire.gathered import address_of
 
-__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping", "address_and_size", "may_send_back"]
+__all__ = ["MAX_SEGMENTS", "SEALS", "WRITE_SEALS", "Mapping", "address_and_size", "may_send_back"]
 
 MAX_SEGMENTS = 4096
 """Segments that one agent makes, and that it maps of one other worker. A process may have 65,530 mappings."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of every segment, whose size stays as it is."""
+
+WRITE_SEALS = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, of which Python has no name
+"""Of no segment: each of them keeps others from mapping it so that they can write to it."""
 
 PAGES_AT_A_TIME = 1 << 17
 """Pages whose state is read at a time: eight bytes each."""

@@ -1,21 +1,37 @@
 """The segments of shared memory that another worker has made for this one."""
 
-import contextlib
 import fcntl
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
 from .buffers_in_use import BuffersInUse, Memory
-from .mapping import MAX_SEGMENTS, SEALS, Mapping, may_send_back
+from .mapping import MAX_SEGMENTS, SEALS, WRITE_SEALS, Mapping, may_send_back
 
 __all__ = ["MappedSegments"]
 
+_NO_MEMORY: Final = "there is no memory"
+_NO_DESCRIPTOR: Final = "no file descriptor was left for it"
+"""Why a segment is refused. One without a descriptor cannot be mapped later."""
+
 log = logging.getLogger(__name__)
+
+
+def _check_segment(number: int, size: int, descriptor: int) -> None:
+    """Raises ValueError if a descriptor is no segment of this size, or one that cannot be mapped."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if os.fstat(descriptor).st_size != size or seals & SEALS != SEALS:
+            raise ValueError(f"segment {number} has not the size that was announced, or may change it")
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError as error:
+        raise ValueError(f"segment {number} is no segment: {error}") from None
+    if seals & WRITE_SEALS or mode != os.O_RDWR:
+        raise ValueError(f"segment {number} cannot be written to")
 
 
 @final
@@ -45,10 +61,10 @@ class MappedSegments:
         """By number."""
         self._numbers: dict[int, int] = {}
         """Those of the segments that are mapped, by address."""
-        self._refused: set[int] = set()
-        """The numbers of the segments that are not mapped because that would be too much."""
+        self._refused: dict[int, str] = {}
+        """Why segments are not mapped, by their number."""
         self._unmapped: dict[int, tuple[int, int, bool]] = {}
-        """Those of them for which there was no memory: descriptor, size in bytes, and whether they are shared."""
+        """Those of them that are tried again: descriptor, size in bytes, and whether they are shared."""
         self._in_use = BuffersInUse(self._on_unused)
         self._going_back: dict[int, object] = {}
         """The segments that go back with their bytes when nothing refers to these: by number, something unique."""
@@ -60,7 +76,8 @@ class MappedSegments:
         self.released: deque[int] = deque()
         """The numbers of the segments that are not used any more, and have to be given back."""
         self._spent: deque[int] = deque()
-        """The numbers of those that cannot be given back, because a forked child may read them."""
+        """The numbers of those that are not to be used again: a forked child may read them, or they cannot be
+        mapped."""
 
     def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Maps a new segment. If that would be too much, payloads in the segment are refused.
@@ -68,7 +85,8 @@ class MappedSegments:
         Args:
             number: the sender's number of the segment.
             size: its bytes.
-            descriptor: of the segment; stays the caller's.
+            descriptor: of the segment; stays the caller's. -1 if it was lost on the way, because this process had
+                none left: then payloads in the segment are refused.
             is_shared: whether other workers receive the same bytes, and must not see what is written here.
 
         Raises:
@@ -79,21 +97,22 @@ class MappedSegments:
             return
         if size < 1 or number in self._maps or number in self._refused:
             raise ValueError(f"segment {number} of {size} bytes is there already, or empty")
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if os.fstat(descriptor).st_size != size or seals & SEALS != SEALS:
-                raise ValueError(f"segment {number} has not the size that was announced, or may change it")
-        except OSError as error:
-            raise ValueError(f"segment {number} is no segment: {error}") from None
+        if descriptor >= 0:
+            _check_segment(number, size, descriptor)
         if len(self._maps) + len(self._refused) >= 2 * MAX_SEGMENTS:
             raise ValueError(f"segment {number} is one too many")
-        if self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
-            self._refused.add(number)
-            return
-        if not self._map(number, descriptor, size, is_shared=is_shared):
-            self._refused.add(number)
-            with contextlib.suppress(OSError):  # there are too few descriptors, too
+        if descriptor < 0:
+            self._refused[number] = _NO_DESCRIPTOR
+            log.warning("no file descriptor is left for a segment of %d bytes", size)
+        elif self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
+            limit = f"{self._mapped_bytes} bytes are mapped, and max_mapped_bytes is {self._max_bytes}"
+            self._refused[number] = limit
+        elif not self._map(number, descriptor, size, is_shared=is_shared):
+            try:
                 self._unmapped[number] = os.dup(descriptor), size, is_shared
+                self._refused[number] = _NO_MEMORY
+            except OSError:  # there are too few descriptors, too
+                self._refused[number] = _NO_DESCRIPTOR
 
     def _map(self, number: int, descriptor: int, size: int, *, is_shared: bool) -> bool:
         """Maps a segment. Returns False if there is no memory."""
@@ -112,7 +131,7 @@ class MappedSegments:
         has_space = self._mapped_bytes + size <= self._max_bytes and len(self._maps) < MAX_SEGMENTS
         if has_space and self._map(number, descriptor, size, is_shared=is_shared):
             self._discard_unmapped(number)
-            self._refused.discard(number)
+            self._refused.pop(number, None)
 
     def _discard_unmapped(self, number: int) -> None:
         if (found := self._unmapped.pop(number, None)) is not None:
@@ -124,8 +143,8 @@ class MappedSegments:
         Returns:
             Those that are mapped: each stays until nothing refers to its bytes.
         """
-        self._refused.difference_update(numbers)
         for number in numbers:
+            self._refused.pop(number, None)
             self._discard_unmapped(number)
         removed = [self._maps.pop(number) for number in numbers if number in self._maps]
         for mapped in removed:
@@ -146,9 +165,7 @@ class MappedSegments:
         """
         if number in self._unmapped:
             self._map_again(number)
-        if number in self._refused:
-            limit = f"{self._mapped_bytes} bytes are mapped, and max_mapped_bytes is {self._max_bytes}"
-            reason = "there is no memory" if number in self._unmapped else limit
+        if (reason := self._refused.get(number)) is not None:
             raise ValueError(f"a payload of {nbytes} bytes in shared memory is refused: {reason}")
         mapped = self._maps.get(number)
         if mapped is None or not 0 < nbytes <= mapped.size or number in self._in_use:
@@ -161,7 +178,9 @@ class MappedSegments:
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""
-        if number in self._refused or (number in self._maps and number not in self._in_use):
+        if self._refused.get(number) is _NO_DESCRIPTOR:
+            self._spend(number)  # the next one comes with its descriptor
+        elif number in self._refused or (number in self._maps and number not in self._in_use):
             self._release(number)
 
     def begin_send_back(self, address: int, nbytes: int) -> int | None:
@@ -198,13 +217,12 @@ class MappedSegments:
         """Has a segment go back to which nothing refers. Called by finalizers."""
         if self._in_use.is_pinned(number):
             if number not in self._going_back:  # else `end_send_back` still needs its bytes
-                self._spent.append(number)
-                self._on_released()
+                self._spend(number)
         elif self._going_back.pop(number, None) is None:
             self._release(number)
 
     def take_spent(self) -> tuple[list[int], list[Mapping]]:
-        """Removes the segments that are not used any more, but that a forked child may read.
+        """Removes the segments that are not used any more, and not to be used again.
 
         Returns:
             Their numbers, for their maker, who cannot use them again; and those that are mapped.
@@ -229,6 +247,10 @@ class MappedSegments:
         copied = np.frombuffer(data, dtype=np.uint8).copy()
         self._return(number)
         return copied.data
+
+    def _spend(self, number: int) -> None:
+        self._spent.append(number)
+        self._on_released()
 
     def _return(self, number: int) -> None:
         self.released.append(number)

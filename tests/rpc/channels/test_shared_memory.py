@@ -1,9 +1,11 @@
 """Large payloads between workers of one host are in shared memory, of which nothing is left."""
 
 import errno
+import fcntl
 import gc
 import os
 import re
+import resource
 import struct
 import subprocess
 import threading
@@ -15,7 +17,7 @@ from gradwire.errors import SendFailedError
 from gradwire.rpc.channels import channels
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import receiving
-from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
+from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, SEALS, Mapping
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
 
@@ -34,6 +36,8 @@ from tests.rpc.channels.segments import (
     used_bytes,
     write_to_all,
 )
+
+F_SEAL_FUTURE_WRITE = 0x10
 
 
 @pytest.fixture
@@ -383,6 +387,18 @@ def test_what_a_peer_says_of_segments_is_checked():
     os.ftruncate(unsealed, 1 << 17)
     with pytest.raises(ValueError, match="may change"):
         mapped.add(1, 1 << 17, unsealed)
+    for seal in (fcntl.F_SEAL_WRITE, F_SEAL_FUTURE_WRITE):
+        fixed = os.memfd_create("fixed", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fixed, 1 << 17)
+        fcntl.fcntl(fixed, fcntl.F_ADD_SEALS, SEALS | seal)
+        with pytest.raises(ValueError, match="cannot be written to"):
+            mapped.add(1, 1 << 17, fixed)
+        os.close(fixed)
+    with (
+        open(f"/proc/self/fd/{segment.descriptor}", "rb") as readable,
+        pytest.raises(ValueError, match="cannot be written to"),
+    ):
+        mapped.add(1, 1 << 17, readable.fileno())
     mapped.add(1, 1 << 17, segment.descriptor)
     with pytest.raises(ValueError, match="is there already"):
         mapped.add(1, 1 << 17, segment.descriptor)
@@ -400,6 +416,57 @@ def test_what_a_peer_says_of_segments_is_checked():
     assert list(mapped.released) == [1]
     for descriptor in (unsealed, segment.descriptor):
         os.close(descriptor)
+
+
+def test_a_segment_whose_descriptor_was_lost_is_not_used_again():
+    released = []
+    mapped = MappedSegments(1 << 20, lambda: released.append(True))
+    mapped.add(1, 1 << 17, -1)
+    with pytest.raises(ValueError, match="is there already"):
+        mapped.add(1, 1 << 17, -1)
+    with pytest.raises(ValueError, match="is refused: no file descriptor was left"):
+        mapped.use(1, 10)
+    mapped.drop(1)
+    assert released == [True]
+    assert not mapped.released
+    assert mapped.take_spent() == ([1], [])
+    with pytest.raises(ValueError, match="malformed payload"):
+        mapped.use(1, 10)
+
+
+taken = []
+"""The descriptors that `take_descriptors` has taken."""
+
+
+def take_descriptors():
+    """Leaves this process no file descriptor."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with pytest.raises(OSError, match="Too many open files"):
+        while True:
+            taken.append(os.dup(0))
+
+
+def give_descriptors_back():
+    while taken:
+        os.close(taken.pop())
+
+
+def test_a_worker_without_descriptors_refuses_payloads_and_no_peer(pair):
+    a, b = pair
+    b.run(take_descriptors)
+
+    def send():
+        assert rpc.rpc_sync("worker1", sum, ([1, 2],)) == 3
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is refused: no file descriptor was left"):
+                rpc.rpc_sync("worker1", torch.numel, (torch.ones(MIB),))
+            assert rpc.rpc_sync("worker1", sum, ([1, 2],)) == 3
+        rpc.rpc_sync("worker1", give_descriptors_back)
+        assert rpc.rpc_sync("worker1", torch.numel, (torch.ones(MIB),)) == MIB
+        wait_until(lambda: used_bytes() == 4 * MIB)  # those that were refused are dropped
+
+    a.run(send)
+    assert b.run(mapped_files) == (1, 0)
 
 
 def test_what_is_not_used_any_more_is_given_back_without_another_message(pair):

@@ -12,6 +12,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
+from gradwire.rpc.transports.socket_frames import MAX_ATTACHING_BYTES, MAX_SIDE_FRAME_BYTES, FrameKind
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -220,6 +221,21 @@ def test_a_connection_that_ends_badly_says_how(pair, data, reason):
     assert reason in end.reasons[0]
     with pytest.raises(BrokenPipeError):
         end.socket.send(b"more")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        (FrameKind.ATTACHED, MAX_ATTACHING_BYTES),
+        (FrameKind.RELEASED, MAX_SIDE_FRAME_BYTES),
+        (FrameKind.SPENT, MAX_SIDE_FRAME_BYTES),
+    ],
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_frames_are_bounded_however_they_arrive(kind, limit, is_whole):
+    reader = FrameReader(lambda *_: pytest.fail("it was handled"))
+    with pytest.raises(ValueError, match=f"a frame of {limit + 8} bytes"):
+        reader.take(struct.pack("<IB", limit + 8, kind) + bytes(limit + 8 if is_whole else 8))
 
 
 def test_what_was_sent_before_the_end_arrives(pair):
