@@ -32,8 +32,9 @@ class Transport(Protocol):
       connection; a transport reports that loss to its listener, and does not connect again: another one does.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
-    - Threads: `send`, `withdraw` and `connect` are called from any thread, all else on the
-      agent's event loop. Envelopes are handed to the listener on any thread.
+    - Threads: `send`, `withdraw` and `connect` are called from any thread, `read_answer` on the thread that waits
+      for the answer, and all else on the agent's event loop. `name` and `queued_bytes` are read on any thread.
+      Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: a Peer makes its transport, and another one when its connection has broken. It calls `close` of
       the last one once, even if the connection is lost already. Sockets and threads

@@ -218,13 +218,15 @@ class GrpcStream:
             remote: the address of the other end, as gRPC tells it.
         """
         self._remote = remote.partition(":")[2]
+        self._runner = asyncio.current_task()
         if (offered := self._socket.offer()) is None:
             self._log_if_grpc()
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
                 await write(welcome_frame(offered, number=self.number))
-                await self.run(read, write, is_confirmed=not self.number)
+                if self._state is StreamState.OPEN:  # else it has been ended during the write
+                    await self.run(read, write, is_confirmed=not self.number)
         finally:
             if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
                 self._redial()

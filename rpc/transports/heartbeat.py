@@ -9,6 +9,7 @@ Workers of one host see each other's pulse instead of sending heartbeats, once b
 
 import asyncio
 import fcntl
+import logging
 import termios
 from typing import Protocol, final
 
@@ -22,6 +23,8 @@ TICKS = 2
 
 MAX_LATE_TICKS = 2
 """Ticks that the timer may be late; after that, peers get all of their time anew."""
+
+log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
@@ -99,16 +102,22 @@ class Heartbeats:
         self._timer = self._loop.call_later(self._interval, self._tick)
         self._pulse.beat()
         for connection, state in list(self._watched.items()):
-            if connection.take_sent():
-                state.sent = self._now
-            elif self._now - state.sent > self._liveness.heartbeat - self._interval / 2:
-                connection.send_heartbeat()
-                state.sent = self._now
-                connection.take_sent()  # which counts the heartbeat
-            if connection.take_heard() or is_late:
-                state.heard = self._now
-            elif self._is_silent(connection, self._now - state.heard):
-                connection.on_silent(self._now - state.heard)
+            try:
+                self._look_at(connection, state, is_late=is_late)
+            except Exception:  # of one connection: the peers behind it have to get their heartbeats
+                log.exception("a connection cannot be watched")
+
+    def _look_at(self, connection: Watched, state: _State, *, is_late: bool) -> None:
+        if connection.take_sent():
+            state.sent = self._now
+        elif self._now - state.sent > self._liveness.heartbeat - self._interval / 2:
+            connection.send_heartbeat()
+            state.sent = self._now
+            connection.take_sent()  # which counts the heartbeat
+        if connection.take_heard() or is_late:
+            state.heard = self._now
+        elif self._is_silent(connection, self._now - state.heard):
+            connection.on_silent(self._now - state.heard)
 
     def _is_silent(self, connection: Watched, seconds: float) -> bool:
         liveness = self._liveness

@@ -100,14 +100,16 @@ class PulseExchange:
         """Reads the peer's counter by this descriptor from now on, and owns it.
 
         Raises:
-            ValueError: it is no memory, or the peer has shown one already. The descriptor is closed.
+            ValueError: it is no memory, or cannot be read, or the peer has shown one already. The descriptor is
+                closed.
         """
         try:
             # Memory only: to read another file might block.
             fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            os.pread(descriptor, _COUNT.size, 0)  # which the peer may have opened for writing only
         except OSError:
             os.close(descriptor)
-            raise ValueError("a counter that is no memory") from None
+            raise ValueError("a counter that is no memory, or cannot be read") from None
         with self._lock:
             is_first, is_closed = self._descriptor == _NONE, self._is_closed
             if is_first and not is_closed:

@@ -9,6 +9,7 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from .base import TransportListener
 from .connection_log import log_connection
+from .envelope_socket import CLOSED, EnvelopeSocket
 from .grpc_calls import StreamParts
 from .outbox import Outbox
 from .sockets import OfferedSocket
@@ -106,10 +107,19 @@ class StreamSocket:
         self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
         dialed = await self._parts.sockets.listener.dial(self._worker, offers, round_trip)
+        self._choosing = None
+        if self._outbox.closed_reason is not None:
+            if dialed is not None:
+                dialed[1].close()
+            return
         choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
         if dialed is not None:
-            self._use(*dialed)
-        self._choosing = None
+            try:
+                self._use(*dialed)
+            except OSError as error:
+                # The envelopes stay held until the stream has ended: the peer may have got some by the socket.
+                self._handle_end(f"its connection broke: {error}" if str(error) else CLOSED)
+                return
         if self._outbox.put_frame(agent_pb2.Frame(choice=choice).SerializeToString()):
             self._outbox.is_held = False
             on_chosen()
@@ -132,11 +142,21 @@ class StreamSocket:
                 return
 
     def _use(self, kind: str, connection: AnySocket) -> None:
+        """Sends and receives by a connected socket from now on. Raises OSError, and closes the socket then."""
         sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)
-        used = sockets.make(kind, connection, self._peer, self._on_end, on_malformed)
-        self._outbox.use_socket(used)
-        log_connection(self._parts, self._worker, connection)
-        used.start()
+        used: EnvelopeSocket | None = None
+        try:
+            used = sockets.make(kind, connection, self._peer, self._on_end, on_malformed)
+            self._outbox.use_socket(used)
+            log_connection(self._parts, self._worker, connection)
+            used.start()
+        except BaseException:
+            if used is None:
+                connection.close()
+            else:
+                used.close()
+                used.release()
+            raise
 
     def _on_malformed(self, kind: str, error: Exception) -> None:
         self._is_malformed = True

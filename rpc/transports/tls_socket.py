@@ -59,6 +59,9 @@ class TlsSocket:
         self._read, self._write, self._pending = library.read, library.write, library.pending
         self._lock = threading.RLock()
         """Held while the library is used; reentrant for a signal handler that sends."""
+        # Of the thread that reads.
+        self._is_at_end = False
+        """Whether the peer has closed the connection by TLS's closure alert, after which nothing is read."""
         # Of the thread that writes.
         self._unsent: memoryview | None = None
         """What is encrypted and not written."""
@@ -173,18 +176,16 @@ class TlsSocket:
     def recv(self, _nbytes: int = READ_BYTES) -> bytes:
         """Returns all that has arrived; b"" if the peer has closed the connection."""
         records: list[bytes] = []
-        is_open = True
+        is_open = not self._is_at_end
         with self._lock:
-            with suppress(BlockingIOError):
-                is_open = self._feed()
-            try:
-                while self._incoming.pending or self._pending():
-                    records.append(self._read(RECORD_BYTES))
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLZeroReturnError:
-                is_open = False
-        if not records and is_open:
+            if is_open:
+                with suppress(BlockingIOError):
+                    is_open = self._feed()
+            with suppress(ssl.SSLWantReadError):
+                while not self._is_at_end and (self._incoming.pending or self._pending()):
+                    if record := self._read_some(RECORD_BYTES):
+                        records.append(record)
+        if not records and is_open and not self._is_at_end:
             raise BlockingIOError(errno.EAGAIN, "nothing has arrived")
         return b"".join(records)
 
@@ -193,16 +194,14 @@ class TlsSocket:
         view = memoryview(buffer)
         filled = 0
         with self._lock:
-            while filled < view.nbytes:
+            while filled < view.nbytes and not self._is_at_end:
                 try:
                     is_empty = not (self._pending() or self._incoming.pending)
                     if is_empty and not self._feed():
                         break
-                    filled += self._read(view.nbytes - filled, view[filled:])
+                    filled += self._read_some(view.nbytes - filled, view[filled:])
                 except ssl.SSLWantReadError:
                     continue  # the library has taken the beginning of a record
-                except ssl.SSLZeroReturnError:
-                    break
                 except BlockingIOError:
                     if not filled:
                         raise
@@ -212,7 +211,18 @@ class TlsSocket:
     def has_unread(self) -> bool:
         """Returns whether `recv_into` has left something of which the socket's descriptor does not tell."""
         with self._lock:
-            return bool(self._pending() or self._incoming.pending)
+            return bool(self._is_at_end or self._pending() or self._incoming.pending)
+
+    def _read_some(self, nbytes: int, *buffer: memoryview) -> Any:
+        """Returns what the library's `read` does; notes the end, where it returns nothing or raises an error."""
+        try:
+            got = self._read(nbytes, *buffer)
+        except ssl.SSLZeroReturnError:
+            self._is_at_end = True
+            return 0 if buffer else b""
+        if not got:
+            self._is_at_end = True
+        return got
 
     def _feed(self) -> bool:
         """Gives the library what has arrived; returns False if the peer has closed the connection.

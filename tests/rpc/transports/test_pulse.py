@@ -1,5 +1,6 @@
 """Workers of one host see each other's pulse, and send no heartbeats then."""
 
+import asyncio
 import os
 import socket
 import tempfile
@@ -9,10 +10,12 @@ import pytest
 from gradwire import rpc
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
+from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import FrameReader
+from gradwire.rpc.transports.heartbeat import Heartbeats
 from gradwire.rpc.transports.pulse import Pulse, PulseExchange
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
@@ -155,8 +158,9 @@ def test_the_other_cannot_write_into_the_counter():
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        (["file"], "a counter that is no memory"),
-        (["pipe"], "a counter that is no memory"),
+        (["file"], "a counter that is no memory, or cannot be read"),
+        (["pipe"], "a counter that is no memory, or cannot be read"),
+        (["unreadable"], "a counter that is no memory, or cannot be read"),
         (["memory", "memory"], "a second counter"),
         (["read"], "it reads a counter that it was not shown"),
     ],
@@ -167,18 +171,61 @@ def test_malformed_frames_cost_the_connection(end, frames, reason):
     with tempfile.TemporaryFile() as file:
         pipe = os.pipe()
         memory = os.memfd_create("test")
-        descriptors = {"file": file.fileno(), "pipe": pipe[0], "memory": memory}
+        unreadable = os.open(f"/proc/self/fd/{memory}", os.O_WRONLY)
+        descriptors = {"file": file.fileno(), "pipe": pipe[0], "memory": memory, "unreadable": unreadable}
         for each in frames:
             if each == "read":
                 other.sendall(HEADER.pack(0, FrameKind.PULSE_READ))
             else:
                 socket.send_fds(other, [HEADER.pack(0, FrameKind.PULSE)], [descriptors[each]])
         wait_until(lambda: mine.reasons)
-        for each in (*pipe, memory):
+        for each in (*pipe, memory, unreadable):
             os.close(each)
     assert mine.reasons == [f"it sent bytes that are no message: {reason}"]
     mine.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+class Watched:
+    """A connection to a peer that sends nothing."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.beats = 0
+        self.silent = asyncio.Event()
+
+    def take_heard(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+    def take_sent(self) -> bool:
+        return False
+
+    def send_heartbeat(self) -> None:
+        self.beats += 1
+
+    def sees_life(self, _seconds: float) -> bool:
+        return False
+
+    def on_silent(self, _seconds: float) -> None:
+        self.silent.set()
+
+
+def test_a_connection_that_fails_keeps_no_heartbeats_from_others(caplog):
+    async def check() -> None:
+        liveness = Liveness(heartbeat=0.02, suspect_after=0.2, lease=1)
+        heartbeats = Heartbeats(asyncio.get_running_loop(), liveness, Pulse())
+        failing, other = Watched(OSError("it cannot be read")), Watched()
+        for each in (failing, other):
+            heartbeats.add(each)
+        await asyncio.wait_for(other.silent.wait(), 20)
+        assert other.beats
+        for each in (failing, other):
+            heartbeats.remove(each)
+
+    asyncio.run(check())
+    assert "it cannot be read" in caplog.text
 
 
 def test_a_worker_that_is_stopped_while_nothing_is_sent_is_suspect(workers):

@@ -1,12 +1,15 @@
 """A socket with TLS carries bytes as one without does, however they are split."""
 
+import asyncio
 import random
 import select
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from gradwire.net.security import worker_host_name
 from gradwire.rpc.channels.bulk.parts import PART_BYTES
 from gradwire.rpc.channels.bulk.sending import SendingBundle
 from gradwire.rpc.execution.executor import Executor
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from tests.remote_functions import wait_until
 from tests.rpc.channels import test_bulk_connections as bulk
 from tests.rpc.transports.test_envelope_sockets import End, envelope, frame
-from tests.rpc.transports.tls_pairs import tls_pair
+from tests.rpc.transports.tls_pairs import identity_of, tls_pair
 
 
 @pytest.fixture
@@ -57,6 +60,47 @@ def ciphertext(end: TlsSocket, data: bytes, sizes: Iterator[int]) -> bytes:
         sent.append(end._outgoing.read())
         data = data[size:]
     return b"".join(sent)
+
+
+def accepted_from(connect: Callable[[], None], ours: socket.socket) -> TlsSocket:
+    """Accepts a connection that another thread makes in this function."""
+    accepted = TlsSocket(ours, identity_of("a").server_context(), None)
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+
+    async def handshake() -> None:
+        await asyncio.wait_for(accepted.handshake(asyncio.get_running_loop()), 20)
+
+    asyncio.run(handshake())
+    connecting.join(20)
+    return accepted
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc"], ids=["nothing before", "something before"])
+@pytest.mark.parametrize("more", [b"", b"x" * 10], ids=["nothing after", "something after"])
+@pytest.mark.parametrize("into", [False, True], ids=["recv", "recv_into"])
+def test_nothing_is_read_after_the_closure_alert(sent, more, into):
+    """The thread that read did not end, and held the lock."""
+    ours, theirs = socket.socketpair()
+    name = worker_host_name("a")
+    context = identity_of("b").client_context()
+    made: list[ssl.SSLSocket] = []
+    accepted = accepted_from(lambda: made.append(context.wrap_socket(theirs, server_hostname=name)), ours)
+    made[0].sendall(sent)
+    made[0].settimeout(0)
+    with pytest.raises(ssl.SSLWantReadError):
+        made[0].unwrap()  # sends the alert, and does not wait for the answer
+    with socket.socket(fileno=made[0].detach()) as bare:
+        bare.sendall(more)
+        received = bytearray()
+        for _ in range(3):
+            buffer = bytearray(100)
+            got = buffer[: accepted.recv_into(buffer)] if into else accepted.recv()
+            received += got
+        assert received == sent
+        assert not got
+        assert accepted.has_unread()  # so that whoever has read into a buffer sees the end
+    accepted.close()
 
 
 @given(

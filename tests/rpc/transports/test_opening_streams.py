@@ -1,0 +1,138 @@
+"""What ends a stream, or its socket, while they are being opened."""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.contracts.liveness import Liveness
+from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.transports.grpc_stream import GrpcStream
+from gradwire.rpc.transports.heartbeat import Heartbeats
+from gradwire.rpc.transports.outbox import Outbox
+from gradwire.rpc.transports.pulse import Pulse
+from gradwire.rpc.transports.settings import aio
+from gradwire.rpc.transports.socket_parts import SocketParts
+from gradwire.rpc.transports.stream_socket import StreamSocket
+
+
+def parts(sockets: Any) -> Any:
+    """Returns what the streams of an agent have, as far as they use it here."""
+    loop = asyncio.get_running_loop()
+    handshake = SimpleNamespace(me=SimpleNamespace(wire_id=0, name="a"), endpoint=SimpleNamespace(identity=None))
+    heartbeats = Heartbeats(loop, Liveness(), Pulse())
+    return SimpleNamespace(loop=loop, sockets=sockets, handshake=handshake, heartbeats=heartbeats)
+
+
+def peer(seen: list[str]) -> Any:
+    """Returns the worker at the other end, which notes what it is told."""
+    return SimpleNamespace(
+        info=SimpleNamespace(wire_id=1, name="b"),
+        is_on_this_host=False,
+        on_opened=lambda: seen.append("opened"),
+        on_broken=lambda end, _unsent: seen.append(end.reason),
+        on_closed=lambda end, _unsent=(): seen.append(end.reason),
+        on_envelope=lambda *_: None,
+        on_frame=lambda _: None,
+    )
+
+
+@pytest.mark.parametrize("end", [GrpcStream.abort, GrpcStream.break_off])
+def test_a_stream_that_ends_during_its_welcome_stays_ended(end):
+    """It was opened again, and watched, beside the one that had taken its place."""
+
+    async def check() -> None:
+        seen: list[str] = []
+        stream = GrpcStream(parts(SimpleNamespace(kinds=[])), peer(seen), "127.0.0.1:1")
+        is_writing, may_end = asyncio.Event(), asyncio.Event()
+
+        async def write(_: bytes) -> None:
+            is_writing.set()
+            await may_end.wait()
+
+        async def read() -> Any:
+            return aio.EOF
+
+        assert stream.accept()
+        welcome = asyncio.create_task(stream.welcome(read, write, "ipv4:127.0.0.1:5"))
+        await is_writing.wait()
+        end(stream, "it has to")
+        may_end.set()
+        await asyncio.wait_for(welcome, 20)
+        assert seen == ["it has to"]
+
+    asyncio.run(check())
+
+
+def choose(
+    executor: Executor, prepare: Callable[[Outbox, socket.socket], object]
+) -> tuple[Outbox, list[str], bool]:
+    """Connects a socket that the peer offers.
+
+    Args:
+        executor: reads the socket.
+        prepare: called with the outbox, and the other end of the socket, when the socket is connected.
+
+    Returns:
+        The outbox; the reasons that the stream was told; and whether the socket is closed.
+    """
+    mine, other = socket.socketpair()
+    outbox = Outbox()
+    reasons: list[str] = []
+
+    class Listener:
+        """Connects what is offered."""
+
+        async def dial(self, *_: object) -> tuple[str, socket.socket]:
+            prepare(outbox, other)
+            return "tcp", mine
+
+    async def check() -> None:
+        sockets = SocketParts(["tcp"], Listener(), executor, Pulse(), memoryview)  # type: ignore[arg-type]
+        chosen = StreamSocket(parts(sockets), peer([]), outbox, lambda reason, _: reasons.append(reason))
+        for number in range(1, 4):
+            outbox.send(agent_pb2.Envelope(id=number).SerializeToString())
+        before = asyncio.all_tasks()
+        chosen.choose([agent_pb2.SocketOffer(kind="tcp")], 0.0, lambda: None)
+        await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 20)
+
+    asyncio.run(check())
+    other.close()
+    return outbox, reasons, mine.fileno() == -1
+
+
+def test_a_socket_for_which_no_descriptor_is_left_breaks_the_stream(executor):
+    """Envelopes were held for ever."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave_none(*_: object) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+
+    try:
+        outbox, reasons, is_closed = choose(executor, leave_none)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert reasons == ["its connection broke: [Errno 24] Too many open files"]
+    assert is_closed
+    assert outbox.socket is None
+
+
+def test_a_socket_that_breaks_at_once_breaks_the_stream(executor):
+    outbox, (reason,), is_closed = choose(executor, lambda _, other: other.close())
+    assert "its connection closed without a goodbye" in reason
+    assert is_closed
+    assert outbox.next_frame() == b""  # the stream does not carry what the socket may have carried
+
+
+def test_a_socket_that_is_connected_after_the_end_of_its_stream_is_closed(executor):
+    outbox, reasons, is_closed = choose(executor, lambda outbox, _: outbox.close("it has to"))
+    assert not reasons
+    assert is_closed
+    assert outbox.socket is None
