@@ -29,13 +29,13 @@ SMALL_BYTES = 1 << 10
 
 MAX_PARSED_BYTES = 128 << 20
 """Bytes of memory that the messages in an envelope, or a frame, may take besides their payloads: enough for
-500,000 tensors. Nothing of less than 2 MiB takes so much."""
+400,000 tensors. Nothing of less than 2 MiB takes so much."""
 
 MAX_CHUNKS_BYTES = 4 << 20
 """The same of the chunks that share a message, or of a hello before them."""
 
 MAX_EVENTS_BYTES = 1 << 30
-"""The same of a profile: of some 3 million events."""
+"""The same of a profile: of some 2 million events."""
 
 _MESSAGE_BYTES = 112
 """Bytes of memory of a message, at most."""
@@ -46,13 +46,23 @@ _STRING_BYTES = 40
 _SCALAR_BYTES = 16
 """Bytes of memory of an element of a repeated field of numbers, of which each byte may be one."""
 
+_FIELD_BYTES = 24
+"""What each field that is no message counts, at least. One that comes again takes no memory, but it takes time,
+for which the event loop may wait."""
+
+_NUMBER_BYTES = 8
+"""What each byte of a number counts besides, but the last: it takes a third of that time."""
+
 _MAX_DEPTH = 12
 """Messages inside of each other; of gradwire's there are 7 at most."""
+
+_MAX_VARINT_BYTES = 10
+_LONG_NUMBER = "a number of more than ten bytes"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """The wire types, by the encoding page of the Protocol Buffers documentation."""
 
-_OPAQUE = (0, 0)
+_OPAQUE = (_FIELD_BYTES, 0)
 """What is known of other fields: they take no more than their bytes."""
 
 _Table = dict[int, Any]
@@ -109,7 +119,7 @@ def parse_hello(data: bytes) -> agent_pb2.Hello:
     return agent_pb2.Opening.FromString(data).hello
 
 
-def _walk(  # noqa: PLR0912 - short numbers are read here: functions would be called for each field
+def _walk(  # noqa: PLR0912, PLR0915 - short numbers are read here: functions would be called for each field
     data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0
 ) -> int:
     """Returns the bytes of memory that a message takes, besides its payloads.
@@ -135,6 +145,7 @@ def _walk(  # noqa: PLR0912 - short numbers are read here: functions would be ca
                     tag, position = tag & 0x7F | high << 7, position + 1
                 else:
                     tag, position = _varint(data, position - 1)
+                    nbytes += _MESSAGE_BYTES  # for the time of the call; gradwire has no such fields
             kind = tag & 7
             if kind == _BYTES:
                 length = data[position]
@@ -147,6 +158,7 @@ def _walk(  # noqa: PLR0912 - short numbers are read here: functions would be ca
                         position += 2
                     else:
                         length, position = _varint(data, position - 1)
+                        nbytes += _MESSAGE_BYTES  # as above; few fields are that long
                 after = position + length
                 if after > end:
                     raise DecodeError("a field is longer than its message")
@@ -160,15 +172,18 @@ def _walk(  # noqa: PLR0912 - short numbers are read here: functions would be ca
                 position = after
             else:
                 if kind == _VARINT:
+                    first = position
                     while data[position] > 0x7F:
                         position += 1
+                        if position - first > _MAX_VARINT_BYTES:
+                            raise DecodeError(_LONG_NUMBER)
+                    nbytes += _NUMBER_BYTES * (position - first)
                     position += 1
                 elif kind in (_FIXED64, _FIXED32):
                     position += 8 if kind == _FIXED64 else 4
                 else:
                     raise DecodeError(f"a field of wire type {kind}")
-                if tag | _BYTES in table:  # an element of a repeated field that is not packed
-                    nbytes += _SCALAR_BYTES
+                nbytes += _FIELD_BYTES  # it may be an element of a repeated field that is not packed
             if nbytes > bytes_left or depth > _MAX_DEPTH:
                 raise DecodeError("it has too many parts, and would take more memory than is allowed")
     except IndexError:
@@ -187,7 +202,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
         if shift > 63:
-            raise DecodeError("a number of more than ten bytes")
+            raise DecodeError(_LONG_NUMBER)
 
 
 def _table_of(message: Descriptor, tables: dict[str, _Table]) -> _Table:
@@ -201,7 +216,7 @@ def _table_of(message: Descriptor, tables: dict[str, _Table]) -> _Table:
                 table[tag] = _table_of(field.message_type, tables)
             elif field.is_repeated:
                 is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-                table[tag] = (_STRING_BYTES, 0) if is_text else (0, _SCALAR_BYTES)
+                table[tag] = (_STRING_BYTES, 0) if is_text else (_FIELD_BYTES, _SCALAR_BYTES)
     return table
 
 

@@ -97,6 +97,23 @@ def test_profiles_are_bounded(monkeypatch):
         events_from_tensor(torch.frombuffer(bytearray(b"\x0a\x00" * 2000), dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"\x50\x01",  # of which the last counts
+        b"\x7a\x00",  # unknown and empty
+        b"\xf8\xff\xff\xff\x0f\x01",  # a long tag
+        b"\x7a\x80\x80\x80\x00",  # a long length
+        b"\x4a\x02\x22\x00",  # packed and empty
+    ],
+)
+def test_fields_that_take_no_memory_do_not_make_it_walk_without_end(monkeypatch, field):
+    monkeypatch.setattr(parsing, "MAX_PARSED_BYTES", MIB)
+    parse_frame(field * 1000)
+    with pytest.raises(DecodeError, match="too many parts"):
+        parse_frame(field * 50_000)
+
+
 def test_too_many_chunks_are_refused():
     with pytest.raises(DecodeError, match="memory"):
         parse_chunks(b"\x0a\x00" * MIB)
