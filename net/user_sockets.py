@@ -32,6 +32,7 @@ __all__ = [
     "UnsafePathError",
     "is_listening",
     "is_socket_path",
+    "link_file_name",
     "store_socket_name",
 ]
 
@@ -57,8 +58,8 @@ _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock|store-\d{1,20}-\d{1,5}\.sock", re.ASCII)
 """Names of sockets: the process id, and what makes them unique; or the network and the port of a store."""
 
-_LINK_NAME: Final = re.compile(r"view-(\d{1,5})\.link", re.ASCII)
-"""Names of the files with links to the pages of workers: the port of the page."""
+_LINK_NAME: Final = re.compile(r"view-\d{1,20}-(\d{1,5})\.link", re.ASCII)
+"""Names of the files with links to the pages of workers: the network and the port of the page."""
 
 
 class UnsafePathError(OSError):
@@ -157,7 +158,7 @@ class SocketDirectory:
     def sweep(self) -> None:
         """Removes sockets and links that killed processes have left: those on which nobody listens."""
         for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
-            if link := _LINK_NAME.fullmatch(name):
+            if (link := _LINK_NAME.fullmatch(name)) and name == link_file_name(int(link[1])):
                 self._remove_link_if_dead(name, int(link[1]))
             named = _NAME.fullmatch(name)
             if named and not (named[1] and os.path.exists(f"/proc/{named[1]}")):
@@ -302,7 +303,16 @@ def is_listening(path: str) -> bool:
 
 def store_socket_name(port: int) -> str:
     """Returns the name of the socket of the store that has a port in the network of this process."""
-    return f"store-{os.stat('/proc/self/ns/net').st_ino}-{port}.sock"
+    return f"store-{_network()}-{port}.sock"
+
+
+def link_file_name(port: int) -> str:
+    """Returns the name of the file with the link to the page that has a port in the network of this process."""
+    return f"view-{_network()}-{port}.link"
+
+
+def _network() -> int:
+    return os.stat("/proc/self/ns/net").st_ino
 
 
 def _home_directory() -> str:

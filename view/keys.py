@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, final
 from urllib.parse import parse_qs, urlsplit
 
-from ..net.user_sockets import SocketDirectory
+from ..net.user_sockets import SocketDirectory, link_file_name
 
 if TYPE_CHECKING:  # it needs torch, which takes seconds
     from ..net.security.credentials import Credentials
@@ -61,7 +61,7 @@ class LinkFile:
             UnsafePathError: there is no directory that only this user can use.
         """
         self._directory = SocketDirectory.of_this_user()
-        self._name = f"view-{port}.link"
+        self._name = link_file_name(port)
         self.path = f"{self._directory.path}/{self._name}"
         """Where the file is, for people."""
 

@@ -14,6 +14,7 @@ from gradwire.net.user_sockets import (
     SocketFile,
     UnsafePathError,
     is_listening,
+    link_file_name,
     store_socket_name,
 )
 
@@ -255,7 +256,7 @@ def test_links_to_pages_of_killed_processes_are_swept(runtime):
     directory = SocketDirectory.of_this_user()
     with socket.create_server(("127.0.0.1", 0)) as page, socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))  # and does not listen
-        of_page, of_gone = (f"view-{each.getsockname()[1]}.link" for each in (page, gone))
+        of_page, of_gone = (link_file_name(each.getsockname()[1]) for each in (page, gone))
         for name in (of_page, of_gone):
             Path(directory.path, name).touch()
         directory.sweep()
