@@ -85,8 +85,8 @@ def remote(
         func: a function or class that the other worker can import.
         args: its positional arguments, anything that pickles.
         kwargs: its named arguments.
-        timeout: seconds within which the owner must confirm the reference, 0 for no timeout; the function itself
-            may take longer. By default that of the options.
+        timeout: seconds within which the call must end, 0 for no timeout; after that the reference cannot be used.
+            By default that of the options.
 
     Returns:
         A reference. Errors of the call are raised by its `to_here`.

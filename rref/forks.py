@@ -82,11 +82,11 @@ class References(ReferenceExtension):
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
+        """Notified when the owner of a dropped fork has removed it."""
         self._made_before_break: dict[int, int] = {}
         """By worker id, the number below which forks were made before the connection to it broke last."""
         self._releases = False
         """Whether a thread has begun to wait until all forks are deleted."""
-        """Notified when the owner of a dropped fork has removed it."""
         self._is_closed = False
         self._creating: set[GlobalId] = set()
         """The values that `remote` has created here and that something here keeps alive, such as a message."""
@@ -105,7 +105,7 @@ class References(ReferenceExtension):
                 operation="remote",
                 is_quick=True,
                 description="RRef creation via remote() on worker",
-                on_error=lambda message, error: self.values.fail(message.state[References], error),
+                on_error=self._fail_creation,
             ),
             RREF_FETCH: Handler(
                 self.values.serve_fetch,
@@ -245,11 +245,11 @@ class References(ReferenceExtension):
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
-        refused: RRefError | None = None
+        refused: RRefError | LimitReachedError | None = None
         for reference in message.envelope.references:
             try:
                 message.references.append(RRef._of(self._accept(message.source, reference)))
-            except RRefError as error:
+            except (RRefError, LimitReachedError) as error:
                 refused = error
         if message.envelope.HasField("created"):
             message.state[References] = self.values.begin_creation(message)
@@ -261,9 +261,16 @@ class References(ReferenceExtension):
 
         A value that the message was to create fails.
         """
-        self.on_receive(message)
+        try:
+            self.on_receive(message)
+        finally:
+            if (entry := message.state.get(References)) is not None:
+                entry.fail(error)
+
+    def _fail_creation(self, message: Incoming, error: Exception) -> None:
+        """Fails the value that a message was to create. There is none if its headers could not be read so far."""
         if (entry := message.state.get(References)) is not None:
-            entry.fail(error)
+            self.values.fail(entry, error)
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier = GlobalId((reference.worker_id, reference.number))

@@ -143,6 +143,7 @@ class RRef(Generic[T_co]):
 
         Raises:
             RRefError: this worker does not own the value.
+            RpcTimeoutError: the call that makes the value did not end in time.
             Exception: what the call that makes the value raised.
         """
         handle = self._handle

@@ -18,8 +18,10 @@ The worker that profiles parses the recordings of all workers, which takes some 
 """
 
 MIN_BYTES = 1 << 12
-MOST_BYTES = 1 << 40
 """The least bound of a recording, in bytes."""
+
+MOST_BYTES = 1 << 40
+"""The greatest bound of a recording, in bytes."""
 
 MAX_CALLS = 1 << 20
 """Calls, and runs of functions, that a worker records at most; it leaves out those that come later."""

@@ -102,8 +102,8 @@ class Codec:
         if peer.absence is not None:
             peer.check_present()
         request = message.reply_to
-        if not message.user_values or (request is not None and not (request.state or message.references)):
-            # Extensions add to answers of which they have noted the call.
+        if not message.references and (not message.user_values or (request is not None and not request.state)):
+            # Extensions add to messages with references, and to answers of which they have noted the call.
             self._put(peer, message, broadcast)
             return
         self._extensions.on_send(message)
@@ -122,7 +122,8 @@ class Codec:
         absence = peer.absence
         if absence is not None and not absence.waits:
             raise absence.as_error(peer.info.name)
-        if message.user_values:
+        has_hooks = message.user_values or message.references
+        if has_hooks:
             self._extensions.on_send(message)
         try:
             if absence is None:
@@ -130,7 +131,7 @@ class Codec:
         except WorkerSuspectError:  # which is not known before the next attempt, or by now
             return False
         except BaseException:
-            if message.user_values:
+            if has_hooks:
                 self._extensions.on_send_aborted(message)
             raise
         return absence is None
@@ -238,7 +239,8 @@ class Codec:
             source: the sender.
             envelope: the message's.
             payloads: reads the payloads that the envelope names.
-            user_values: whether it carries users' values, so that the extensions read its headers.
+            user_values: whether it carries users' values, so that the extensions read its headers. They read those
+                of any message with references.
 
         Raises:
             Exception: it is malformed, or an extension refuses it.
@@ -255,8 +257,12 @@ class Codec:
                 traffic.messages_received += 1
                 traffic.inline_received += nbytes
             message = Incoming(source.info, envelope, body, tensors, nbytes)
-            if user_values and (envelope.has_headers or self._extensions.observes):
-                self._extensions.on_receive(message)
+            if (user_values or envelope.references) and (envelope.has_headers or self._extensions.observes):
+                try:
+                    self._extensions.on_receive(message)
+                except Exception as error:
+                    self._fail(message, error)
+                    raise
             return message
         by_channel: dict[str, int] = {}
 
@@ -275,6 +281,16 @@ class Codec:
             raise
         source.traffic.received_by_channel(by_channel)
         message = Incoming(source.info, envelope, body, tensors, sum(by_channel.values()))
-        if user_values and (envelope.has_headers or self._extensions.observes):
-            self._extensions.on_receive(message)
+        if (user_values or envelope.references) and (envelope.has_headers or self._extensions.observes):
+            try:
+                self._extensions.on_receive(message)
+            except Exception as error:
+                self._fail(message, error)
+                raise
         return message
+
+    def _fail(self, message: Incoming, error: Exception) -> None:
+        """Tells the handler of a message that an extension has refused it: what waits for the message must end."""
+        handler = self._extensions.handlers.get(message.envelope.type)  # an answer has none
+        if handler is not None and handler.on_error is not None:
+            handler.on_error(message, error)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, final
@@ -38,6 +39,8 @@ class Extensions:
         self.handlers: dict[MessageType.ValueType, Handler] = _Handlers()
         """The handlers of all extensions, by message type."""
         self._packer = packer
+        self._collecting = threading.Lock()
+        """Held while the hooks are collected: of two threads, the later one must see what both have changed."""
         self._extensions: Sequence[Extension] = ()
         self._added: list[tuple[Extension, Mapping[MessageType.ValueType, Handler]]] = []
         """The extensions with their handlers, as no other one observes them."""
@@ -80,22 +83,23 @@ class Extensions:
 
     def _collect(self) -> None:
         """Collects the handlers and the hooks of the extensions that are on."""
-        handlers = dict(self._basic)
-        for extension, own in self._added:
-            handlers.update(own)
-            if extension.is_on:
-                handlers = {kind: extension.observe(each) for kind, each in handlers.items()}
-        self.handlers.update(handlers)
-        self.on_request = self._overridden("on_request")
-        self.encode_request = self._overridden("encode_request")
-        self.on_arrival = self._overridden("on_arrival")
-        self.wait_before_run = self._overridden("wait_before_run")
-        self._on_send = [(each.__self__, each) for each in self._overridden("on_send")]
-        self._on_receive = [(each.__self__, each) for each in self._overridden("on_receive")]
-        self._scope = self._overridden("scope")
-        self._on_complete = [each for each in self._overridden("on_complete") if each.__self__.watches_ends]
-        self.has_on_complete = bool(self._on_complete)
-        self.observes = any(each.is_on and each.observes_requests for each in self._extensions)
+        with self._collecting:
+            handlers = dict(self._basic)
+            for extension, own in self._added:
+                handlers.update(own)
+                if extension.is_on:
+                    handlers = {kind: extension.observe(each) for kind, each in handlers.items()}
+            self.handlers.update(handlers)
+            self.on_request = self._overridden("on_request")
+            self.encode_request = self._overridden("encode_request")
+            self.on_arrival = self._overridden("on_arrival")
+            self.wait_before_run = self._overridden("wait_before_run")
+            self._on_send = [(each.__self__, each) for each in self._overridden("on_send")]
+            self._on_receive = [(each.__self__, each) for each in self._overridden("on_receive")]
+            self._scope = self._overridden("scope")
+            self._on_complete = [each for each in self._overridden("on_complete") if each.__self__.watches_ends]
+            self.has_on_complete = bool(self._on_complete)
+            self.observes = any(each.is_on and each.observes_requests for each in self._extensions)
 
     def _overridden(self, hook: str) -> Sequence[Any]:
         """Returns this method of each extension that overrides it."""
@@ -128,6 +132,8 @@ class Extensions:
             for extension, on_send in self._on_send:
                 if references and extension.adds_to_references:
                     pass
+                elif not message.user_values:
+                    continue
                 elif request is not None:
                     if type(extension) not in request.state:
                         continue
@@ -251,6 +257,7 @@ class Extensions:
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
         """Tells the extensions that this process is a forked child."""
+        self._collecting = threading.Lock()  # which another thread of the parent may have held
         for extension in self._extensions:
             extension.leave_to_parent(why_useless)
 

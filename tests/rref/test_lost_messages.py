@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from gradwire import rpc
-from gradwire.errors import LossCause, RpcTimeoutError, RRefError
+from gradwire import autograd, rpc
+from gradwire.autograd import contexts
+from gradwire.errors import LimitReachedError, LossCause, RpcTimeoutError, RRefError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
@@ -221,3 +222,14 @@ def test_others_cannot_be_asked_about(agents):
             assert isinstance(tell(third, owner, kind, payload), Exception), (kind, payload)
     with holder.using(user):
         assert kept[0].to_here() == [1]
+
+
+def test_a_value_fails_whose_creating_message_is_refused(agents, monkeypatch):
+    """Whoever waits for it is told, not only its creator."""
+    monkeypatch.setattr(contexts, "MAX_JOINED_CONTEXTS", 0)
+    creator, owner = agents(2)
+    with holder.using(creator):
+        with autograd.context():
+            rref = rpc.remote(owner.info, add, (1, 2))
+        with pytest.raises(LimitReachedError, match="autograd contexts of worker 0"):
+            rref.to_here(timeout=5)

@@ -12,7 +12,7 @@ from gradwire.rpc.collectives.leader import ASK_RESULT, RoundLeader
 from gradwire.rpc.collectives.rounds import RoundResult
 from gradwire.rpc.contracts.agent import current_agent
 
-from tests.remote_functions import set_event, wait_for, wait_until
+from tests.remote_functions import assert_clean, set_event, wait_for, wait_until
 
 
 def gather(value: object) -> dict[int, object]:
@@ -271,3 +271,18 @@ def test_a_thread_that_waits_for_an_earlier_round_times_out(workers):
     pending = [a.start(gather), b.start(wait_and_gather)]
     expected = {"worker0": 1, "worker1": "one"}, {"worker0": 3, "worker1": "three"}
     assert [p.result() for p in pending] == [expected] * 2
+
+
+def test_references_are_gathered(workers):
+    def check(rank: int) -> list[object]:
+        gathered = rpc.all_gather({"mine": [rpc.RRef(rank)]})
+        values = [gathered[name]["mine"][0].to_here() for name in sorted(gathered)]
+        rpc.barrier()  # nobody drops its own before all have them
+        del gathered
+        rpc.barrier()
+        return values
+
+    started = workers.rpc(3)
+    pending = [worker.start(check, rank) for rank, worker in enumerate(started)]
+    assert [each.result() for each in pending] == [[0, 1, 2]] * 3
+    workers.each(started, assert_clean)

@@ -21,6 +21,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.streaming.streams import Streams
+from gradwire.rref import forks
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, event, set_event, wait_until
@@ -415,3 +416,14 @@ def test_the_outcome_of_a_stream_that_a_shutdown_ends_is_unknown(workers):
 
     a.run(check)
     b.run(set_event, "late")
+
+
+def test_an_item_whose_references_are_refused_is_replaced_by_the_error(workers):
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forks, "MAX_ACCEPTING", 0)
+            with pytest.raises(LimitReachedError, match="one too many"):
+                next(rpc.rpc_stream("worker1", references, (2,), timeout=5))
+
+    a, _ = workers.rpc(2)
+    a.run(check)
