@@ -157,7 +157,10 @@ class Context:
 
     def drop_send(self, message_id: int) -> None:
         """Drops the gate of a message that could not be sent."""
-        self._gates.pop(message_id, None)
+        with self._lock:
+            gate = self._gates.pop(message_id, None)
+            self._destinations.pop(message_id, None)
+        del gate  # without the lock: the end of a graph may run code of the program
 
     def add_receive(
         self, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]

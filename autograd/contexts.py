@@ -28,6 +28,7 @@ class Contexts:
         self,
         agent: RpcAgent,
         send_release: Callable[[int, int, Set[int], str], None],
+        send_joined: Callable[[int, int], None],
         ask_for_open: Callable[[int], None],
     ) -> None:
         """Makes them.
@@ -36,10 +37,13 @@ class Contexts:
             agent: this worker's.
             send_release: tells a worker that a context has ended. Takes the ids of the worker and the context, and
                 the workers that the context's creator tells, and how the creator was lost, if that is why.
+            send_joined: tells the creator of a context, by its id, that this worker has a part in the context, of
+                which the creator may not know.
             ask_for_open: asks a worker, by its id, which of its contexts are open: see `learn_open`.
         """
         self._agent = agent
         self._send_release = send_release
+        self._send_joined = send_joined
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._swap_lock = GradSwapLock()
@@ -122,6 +126,8 @@ class Contexts:
                 self.release(identifier, lost="" if end.orderly else end.reason)
                 self.check_creator(identifier, creator)
                 return None
+            if creator != sender and self._agent.end_of(sender) is not None:
+                self._send_joined(creator, identifier)  # as in `on_worker_lost`, which has come before
         context.senders.add(sender)
         return context
 
@@ -201,13 +207,32 @@ class Contexts:
             self._send_release(worker, identifier, told, lost)
 
     def on_worker_lost(self, worker: int, end: WorkerEnd, error: Exception) -> None:
-        """Aborts the passes that need a lost worker, and ends the contexts that it created."""
+        """Aborts the passes that need a lost worker, and ends the contexts that it created.
+
+        A worker ends a context on those that it has reached. So the creators of contexts that the lost worker has
+        brought here are told that this one has a part in them.
+        """
+        me = self._agent.info.wire_id
         for context in self.all():
             context.passes.fail_without(worker, error)
             if context.creator == worker:
                 self.release(context.id, lost="" if end.orderly else end.reason)
+            elif worker in context.senders and context.creator != me:
+                self._send_joined(context.creator, context.id)
         with self._lock:
             self._ended.discard(worker)
+
+    def on_joined(self, identifier: int, worker: int) -> None:
+        """Ends a context of this worker on another one that has a part in it: now, if it has ended, or with it.
+
+        Raises:
+            AutogradError: this worker has not created the context.
+        """
+        if creator_of(identifier) != self._agent.info.wire_id:
+            raise AutogradError(f"worker {self._agent.info.name!r} has not created autograd context {identifier}")
+        context = self._contexts.get(identifier)
+        if context is None or not context.reach(worker):
+            self._send_release(worker, identifier, frozenset(), "")
 
     def on_worker_suspect(self, worker: int, error: Exception) -> list[tuple[int, PassId]]:
         """Aborts the passes that need a worker which does not answer.

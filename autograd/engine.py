@@ -134,6 +134,10 @@ class Engine:
             except Exception as error:
                 coordinator.fail(error)
             coordinator.wait()
+        except BaseException as error:  # such as Ctrl-C: the other workers must not wait for this one's gradients
+            reason = f"{type(error).__name__} on worker {self._agent.info.name!r}"
+            coordinator.fail(error if isinstance(error, Exception) else AutogradError(reason))
+            raise
         finally:
             del self._coordinators[pass_id]
 
@@ -277,16 +281,15 @@ class Engine:
         before = Context.current()
         Context.set_current(context)  # of the hooks
         try:
-            try:
-                nodes, gradients = part.run(running, retain_graph=retain_graph, collect=collect)
-            finally:
-                context.passes.end(running)
+            nodes, gradients = part.run(running, retain_graph=retain_graph, collect=collect)
             if replicated:
                 sender.flush()  # averaging waits for other replicas
             for module in replicated:
                 nodes, gradients = self._average(context, module, nodes, gradients)
             context.gradients.accumulate(nodes, gradients, before_hook=sender.flush)
         finally:
+            # Not before: hooks would overwrite what another pass of the context has added meanwhile.
+            context.passes.end(running)
             Context.set_current(before)
 
     def _average(

@@ -34,14 +34,22 @@ __all__ = ["Autograd"]
 class Autograd(Extension):
     """The autograd extension of one agent; owns its contexts and the engine that runs backward passes."""
 
-    control_kinds = ("autograd.abort", "autograd.fail", "autograd.release", "autograd.ask_open", "autograd.open")
+    control_kinds = (
+        "autograd.abort",
+        "autograd.ask_open",
+        "autograd.fail",
+        "autograd.joined",
+        "autograd.open",
+        "autograd.release",
+    )
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.contexts = Contexts(agent, self._send_release, self._ask_for_open)
+        self.contexts = Contexts(agent, self._send_release, self._send_joined, self._ask_for_open)
         self._anomaly = AnomalyScopes()
         self.engine = Engine(agent, self.contexts, self._anomaly)
         agent.control.on("autograd.release", self._on_release)
+        agent.control.on("autograd.joined", self._on_joined)
         agent.control.on("autograd.ask_open", self._on_ask_open)
         agent.control.on("autograd.open", self._on_open)
         agent.control.on("autograd.abort", self._on_abort)
@@ -252,6 +260,16 @@ class Autograd(Extension):
         if type(context_id) is not int or not isinstance(told, frozenset | set) or type(lost) is not str:
             raise ValueError("malformed message: it ends no context")
         self.contexts.release(context_id, sender=sender.wire_id, told=told, lost=lost)
+
+    def _send_joined(self, creator: int, context_id: int) -> None:
+        """Tells the creator of a context that this worker has a part in it."""
+        self.agent.control.send(self.agent.incarnation(creator), "autograd.joined", context_id, urgent=False)
+
+    def _on_joined(self, sender: WorkerInfo, payload: Any) -> None:
+        """Handles the control message that its sender has a part in a context of this worker."""
+        if type(payload) is not int:
+            raise ValueError("malformed message: it names no context")
+        self.contexts.on_joined(payload, sender.wire_id)
 
     def _ask_for_open(self, creator: int) -> None:
         """Asks a worker which of its contexts are open."""

@@ -125,7 +125,8 @@ class LeafGradients:
                 hooks = _hooks_of(node)
             leaf = node.variable
             if hooks[0] or hooks[1] or leaf._post_accumulate_grad_hooks:
-                self._accumulate_with_hooks(leaf, gradient, hooks, before_hook, can_steal=can_steal)
+                with torch.no_grad():  # as in torch's engine
+                    self._accumulate_with_hooks(leaf, gradient, hooks, before_hook, can_steal=can_steal)
             elif gradient is not None:
                 self._add(leaf, gradient, can_steal=can_steal)
 

@@ -270,3 +270,20 @@ def test_gradients_come_from_the_receiver_of_the_message(agents):
         assert not contexts_of(a).get(identifier).passes._passes
         autograd.backward(identifier, [y.sum()])
         assert autograd.get_gradients(identifier)[x].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_message_that_was_not_sent_has_no_receiver(agents):
+    a, b = agents(2)
+    with holder.using(a), autograd.context() as identifier:
+        context = contexts_of(a).get(identifier)
+        message_id, _ = context.add_send([torch.ones(3, requires_grad=True)], b.info.id)
+        context.check_receiver(b.info.id, message_id)
+        context.drop_send(message_id)
+        with pytest.raises(AutogradError, match="has not received message"):
+            context.check_receiver(b.info.id, message_id)
+
+
+def test_only_the_creator_is_told_who_has_a_part_in_a_context(agents):
+    a, b = agents(2)
+    for wrong in ("1", b.info.id << 48 | 1):
+        assert isinstance(tell(b, a, "autograd.joined", wrong), ValueError | AutogradError)

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from gradwire import autograd, rpc
+from gradwire.autograd import backward_pass
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
@@ -240,3 +241,48 @@ def test_one_worker_tells_each_other_that_a_context_has_ended(workers):
     started[0].run(run)
     workers.each(started, released_by)  # and their messages have arrived
     assert workers.each(started, released_by) == [[], ["worker0"], ["worker0"], ["worker1"]]
+
+
+def exit_in_backward(_: torch.Tensor) -> None:
+    raise SystemExit(3)
+
+
+def test_an_exit_in_the_callers_backward_ends_the_pass_on_all_workers(workers):
+    """As Ctrl-C does. worker2 would wait for gradients that worker1 never sends."""
+
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", relay, (x, "worker2", "go on"))
+            handle = y.register_hook(exit_in_backward)
+            with pytest.raises(SystemExit):
+                autograd.backward(context_id, [y.sum()], retain_graph=True)
+            handle.remove()
+            wait_until(lambda: not rpc.rpc_sync("worker2", running_passes))
+            autograd.backward(context_id, [y.sum()])
+            assert x in autograd.get_gradients(context_id)
+
+    a, *_ = workers.rpc(3)
+    a.run(check)
+
+
+def test_failed_passes_make_room_for_later_ones(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with pytest.MonkeyPatch.context() as patch, autograd.context() as context_id:
+            patch.setattr(backward_pass, "MAX_PASSES", 3)
+            y = x * 2
+            handle = y.register_hook(fail_in_hook)
+            for _ in range(5):
+                with pytest.raises(LookupError, match="no gradient"):
+                    autograd.backward(context_id, [y.sum()], retain_graph=True)
+            handle.remove()
+            autograd.backward(context_id, [y.sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
+
+    (a,) = workers.rpc(1)
+    a.run(check)
+
+
+def fail_in_hook(_: torch.Tensor) -> None:
+    raise LookupError("no gradient")

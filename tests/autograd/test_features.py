@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gradwire import autograd, rpc
+from gradwire.errors import AutogradError
 from torch import nn
 
 from tests.remote_functions import add, identity, multiply
@@ -90,7 +91,7 @@ def test_a_hook_may_run_a_pass_in_another_context(three_workers):
         seen = []
 
         def hook(_: torch.Tensor) -> None:
-            with autograd.context() as inner:
+            with autograd.context() as inner, torch.enable_grad():
                 autograd.backward(inner, [rpc.rpc_sync("worker2", multiply, (y, y)).sum()])
                 seen.append(autograd.get_gradients(inner)[y])
 
@@ -100,6 +101,46 @@ def test_a_hook_may_run_a_pass_in_another_context(three_workers):
             autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
             assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
         assert torch.equal(seen[0], 6 * y)
+
+    three_workers[0].run(check)
+
+
+def test_a_hook_cannot_run_a_pass_in_its_own_context(three_workers):
+    """The gradient of that pass would be lost when the hook returns."""
+
+    def check() -> None:
+        x = leaf()
+        errors = []
+
+        def hook(_: torch.Tensor) -> None:
+            with torch.enable_grad(), pytest.raises(AutogradError, match="at the same time") as caught:
+                autograd.backward(context_id, [(10 * x).sum()])
+            errors.append(caught.value)
+
+        x.register_post_accumulate_grad_hook(hook)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [x.sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones_like(x))
+            assert len(errors) == 1
+
+    three_workers[0].run(check)
+
+
+def test_gradients_are_not_recorded_in_hooks(three_workers):
+    def check() -> None:
+        x = leaf()
+        modes = []
+        node = x.view_as(x).grad_fn.next_functions[0][0]
+        for register in (
+            x.register_hook,
+            x.register_post_accumulate_grad_hook,
+            node.register_prehook,
+            node.register_hook,
+        ):
+            register(lambda *_: modes.append(torch.is_grad_enabled()))
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [x.sum()])
+        assert modes == [False] * 4
 
     three_workers[0].run(check)
 

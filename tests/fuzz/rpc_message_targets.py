@@ -166,6 +166,7 @@ CONTROL = {
     "rref.delete": (0, 1, 1, 2),
     "call.confirmed": (2,),
     "autograd.release": (1 << 48 | 1, frozenset({1, 2}), "it is lost"),
+    "autograd.joined": 1,
     "autograd.ask_open": None,
     "autograd.open": (1 << 48 | 9, frozenset({1 << 48 | 1})),
     "autograd.abort": (1 << 48 | 1, (1, 1), ValueError("it failed")),
