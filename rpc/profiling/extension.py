@@ -5,7 +5,8 @@ arrived. The callee profiles the function in the same way, and its answer carrie
 docs/profiling.md describes what users see.
 """
 
-import contextlib
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -105,24 +106,40 @@ class Profiling(Extension):
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._calls: dict[int, ProfiledCall] = {}
-        self._collectors: list[Collector] = []
+        self._collectors: tuple[weakref.ref[Collector], ...] = ()
+        """Those that are registered; the program keeps them, or a worker that may die without an end."""
+        self._lock = threading.Lock()
+        """Held while they are replaced."""
         torch_hooks.acquire()
         set_profiler_node_id(agent.info.id)
 
     def collect(self, collector: Collector) -> None:
-        """Profiles the calls that arrive from now on for a collector."""
-        self._collectors.append(collector)
+        """Profiles the calls that arrive from now on for a collector, as long as something else keeps it."""
+        with self._lock:
+            self._collectors = (*self._collectors, weakref.ref(collector))
         self._look_if_needed()
 
     def stop_collecting(self, collector: Collector) -> None:
         """Stops profiling for a collector."""
-        with contextlib.suppress(ValueError):  # the agent has shut down
-            self._collectors.remove(collector)
+        self._remove(collector)
         self._look_if_needed()
 
     def collects(self, collector: Collector) -> bool:
         """Returns whether the collector is registered."""
-        return collector in self._collectors
+        return any(each() is collector for each in self._collectors)
+
+    def _remove(self, collector: Collector | None) -> None:
+        """Removes a collector, if it is registered, and those that nothing keeps any more."""
+        with self._lock:
+            self._collectors = tuple(each for each in self._collectors if each() not in (collector, None))
+
+    def _living_collectors(self) -> tuple[Collector, ...]:
+        """Returns the collectors that something keeps. Looks at requests no longer when there are none."""
+        living = tuple(found for each in self._collectors if (found := each()) is not None)
+        if len(living) < len(self._collectors):
+            self._remove(None)
+            self._look_if_needed()
+        return living
 
     def _look_if_needed(self) -> None:
         self.observes_requests = bool(self._collectors)
@@ -162,7 +179,9 @@ class Profiling(Extension):
                 self._take_events(message)
         elif has_header or self._collectors:
             header = message.envelope.profile if has_header else None
-            message.state[Profiling] = _ProfiledRequest(self, header, tuple(self._collectors))
+            collectors = self._living_collectors() if self._collectors else ()
+            if has_header or collectors:
+                message.state[Profiling] = _ProfiledRequest(self, header, collectors)
 
     def on_complete(self, identifier: int) -> None:
         """Ends the event of a call."""
@@ -171,11 +190,12 @@ class Profiling(Extension):
 
     def close(self) -> None:
         """Stops collecting, and releases the hooks in torch. The agent ends the calls in flight."""
-        self._collectors.clear()
+        self._collectors = ()
         torch_hooks.release()
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:  # noqa: ARG002
         """In a forked child, leaves the calls in flight out of the profile of this thread."""
+        self._lock = threading.Lock()  # which another thread of the parent may have held
         if (session := current_session()) is not None:
             session.leave_to_parent()
 

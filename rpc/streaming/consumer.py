@@ -95,6 +95,16 @@ class StreamConsumer:
         self._answer = answer
         answer.add_done_callback(lambda _: self._on_answer(answer))
 
+    @property
+    def may_still_open(self) -> bool:
+        """Whether the producer may yet tell that it knows the stream: not after it has told how that ended."""
+        if self.is_open_at_producer:
+            return False
+        if self._answer is None or not self._answer.done():
+            return True
+        error = error_of(self._answer)
+        return isinstance(error, RpcError) and error.outcome is Outcome.UNKNOWN
+
     # From the producer.
 
     def on_opened(self) -> bool:

@@ -106,8 +106,11 @@ class Streams(Extension):
         return consumer
 
     def _remove_consumer(self, consumer: StreamConsumer) -> None:
-        if self._consumers.pop(consumer.id, None) is not None and not consumer.is_open_at_producer:
-            self._closed_early[consumer.producer.wire_id, consumer.id] = None
+        if self._consumers.pop(consumer.id, None) is None or not consumer.may_still_open:
+            return
+        producer = consumer.producer.wire_id
+        if self.agent.end_of(producer) is None:
+            self._closed_early[producer, consumer.id] = None
             while len(self._closed_early) > MAX_CLOSED_EARLY:
                 with contextlib.suppress(KeyError):  # another thread has removed the last one
                     self._closed_early.popitem(last=False)
@@ -216,6 +219,9 @@ class Streams(Extension):
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends the streams from and to a lost worker."""
         self._end_streams(worker, end.as_error(worker.name), end.reason)
+        for key in self._closed_early.copy():
+            if key[0] == worker.wire_id:
+                self._closed_early.pop(key, None)
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Ends the streams from and to a suspect worker, of which items may be lost."""

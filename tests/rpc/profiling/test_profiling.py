@@ -1,5 +1,6 @@
 """Profiles of remote calls."""
 
+import gc
 import json
 import threading
 from unittest import mock
@@ -8,8 +9,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
+from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.extension import REMOTE_PREFIX, Profiling, RPCExecMode, build_rpc_profiling_key
 from gradwire.rpc.profiling.sessions import TorchHooks
 from gradwire.rpc.requests.extensions import Extensions
 from torch.autograd import profiler, profiler_legacy
@@ -445,3 +447,25 @@ def test_misuse_of_a_global_profile(workers):
 
     (a,) = workers.rpc(1)
     assert a.run(misuse) == 0
+
+
+def test_a_global_profile_ends_with_the_worker_that_keeps_it(workers):
+    def begin() -> None:
+        profile = rpc.remote("worker1", rpc.server_process_global_profile)
+        profile.rpc_sync().__enter__()
+        remote_functions.keep(profile)
+
+    a, _, c = workers.rpc(3)
+    a.run(begin)
+    assert c.run(rpc.rpc_sync, "worker1", looks_at_requests)
+    a.kill()
+
+    def has_ended() -> bool:
+        return not rpc.rpc_sync("worker1", looks_at_requests)
+
+    c.run(remote_functions.wait_until, has_ended)
+
+
+def looks_at_requests() -> bool:
+    gc.collect()
+    return current_agent().extension(Profiling).observes_requests
