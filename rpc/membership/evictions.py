@@ -1,6 +1,7 @@
 """Evicts workers that have not come back, and follows the log of the group when others say that it has changed."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -92,6 +93,8 @@ class Evictions:
         self._control: ControlMessages
         self._retries: set[asyncio.TimerHandle] = set()
         """Used on the event loop."""
+        self._questions: set[asyncio.Task[Any]] = set()
+        """Those for which threads of the executor wait. Used on the event loop."""
         self._ticking: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -115,6 +118,8 @@ class Evictions:
         for retry in self._retries:
             retry.cancel()
         self._retries.clear()
+        for question in self._questions:
+            question.cancel()
 
     def evict(self, peer: WorkerInfo, reason: str) -> None:
         """Evicts a worker as soon as the store answers, unless it or this one is a member no more. Never waits.
@@ -146,6 +151,8 @@ class Evictions:
             step(pause > 0)
         except RosterError as error:  # which no attempt would change
             log.warning("the log of the group cannot be followed: %s", error)
+        except concurrent.futures.CancelledError:
+            pass  # of a question, by `close`
         except Exception as error:  # of the store, for the most part
             if not pause:
                 log.warning("the membership of the group cannot be changed or read yet: %s", error)
@@ -169,8 +176,7 @@ class Evictions:
     def _is_agreed(self, roster: RosterLog, peer: WorkerInfo) -> bool:
         """Returns whether no other member vouches for one. Raises _UndecidedError if too few can be asked."""
         others = [member for member in roster.members() if member.info not in (peer, self._peers.me)]
-        asking = asyncio.run_coroutine_threadsafe(self._ask_others(peer, others), self._loop)
-        verdict = asking.result(VERDICT_TIMEOUT_S)
+        verdict = asyncio.run_coroutine_threadsafe(self._ask(peer, others), self._loop).result()
         if verdict is Verdict.UNDECIDED:
             raise _UndecidedError(f"too few members could be asked whether {peer.name!r} lives")
         if verdict is Verdict.STAYS:
@@ -197,6 +203,19 @@ class Evictions:
             self._loop.call_soon_threadsafe(function, *args)
 
     # On the event loop.
+
+    async def _ask(self, peer: WorkerInfo, others: Sequence[Member]) -> Verdict:
+        """Asks others about one until `close`: the executor has to end then, one of whose threads waits for it."""
+        question = asyncio.current_task()
+        assert question is not None
+        self._questions.add(question)
+        try:
+            if self._is_closed:
+                raise asyncio.CancelledError
+            async with asyncio.timeout(VERDICT_TIMEOUT_S):
+                return await self._ask_others(peer, others)
+        finally:
+            self._questions.discard(question)
 
     def _tick(self, before: float) -> None:
         """Reads the log if this process was stopped since the last tick; `before` is the time of that."""

@@ -3,9 +3,8 @@
 A hello is not trusted: the entries are read from the store, and compared with the digest in the hello.
 """
 
-import asyncio
-import concurrent.futures
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from ..contracts.roster_version import RosterVersion
@@ -14,6 +13,7 @@ from ..execution.executor import Executor
 from ..transports.handshake import RefusedError
 from .roster import RosterError
 from .roster_log import RosterLog
+from .serial_calls import SerialCalls
 
 __all__ = ["RosterUpdates"]
 
@@ -35,27 +35,13 @@ class RosterUpdates:
         """
         self._me = me
         self._roster = roster
-        self._executor = executor
         self._on_roster = on_roster
-        self._learning = asyncio.Lock()
+        self._reads = SerialCalls(executor)
 
     async def learn(self, version: RosterVersion) -> None:
         """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
-        async with self._learning:
-            learned: concurrent.futures.Future[None] = concurrent.futures.Future()
-            self._executor.submit_urgent(self._learn, version, learned)
-            try:
-                await asyncio.wrap_future(learned)
-            except RosterError as error:
-                raise RefusedError(f"worker {self._me.name!r} refuses a roster: {error}") from None
-        self._on_roster()
-
-    def _learn(self, version: RosterVersion, learned: "concurrent.futures.Future[None]") -> None:
-        if not learned.set_running_or_notify_cancel():
-            return  # the connection by which it came has ended
         try:
-            self._roster.learn(version)
-        except Exception as error:
-            learned.set_exception(error)
-        else:
-            learned.set_result(None)
+            await self._reads.run(partial(self._roster.learn, version))
+        except RosterError as error:
+            raise RefusedError(f"worker {self._me.name!r} refuses a roster: {error}") from None
+        self._on_roster()

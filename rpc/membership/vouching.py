@@ -6,9 +6,9 @@ and also unless more than half of the others can be asked.
 """
 
 import asyncio
-import concurrent.futures
 from collections.abc import Iterable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, final
 
 import grpc
@@ -28,6 +28,7 @@ from ..transports.probe import Reach, probe
 from ..transports.settings import VOUCH_METHOD
 from .addresses import ListenAddress
 from .presence import Presence, presence_of
+from .serial_calls import SerialCalls
 
 __all__ = ["Verdict", "Vote", "Vouching", "ask", "ask_before_joining", "parse_question", "verdict_of"]
 
@@ -175,8 +176,7 @@ class Vouching:
         self._group = group
         self._endpoint = endpoint
         self._peers = peers
-        self._executor = executor
-        self._looking = asyncio.Lock()
+        self._looks = SerialCalls(executor)
         self._questions = 0
 
     async def ask_others(self, worker: WorkerInfo, others: Iterable[Member]) -> Verdict:
@@ -222,14 +222,4 @@ class Vouching:
         """Returns whether a member answers, or cannot be asked from here."""
         where = self.where
         assert where is not None  # else nobody could ask
-        async with self._looking:
-            found: concurrent.futures.Future[Presence] = concurrent.futures.Future()
-
-            def look() -> None:
-                try:
-                    found.set_result(presence_of(member, where))
-                except Exception as error:
-                    found.set_exception(error)
-
-            self._executor.submit_urgent(look)
-            return await asyncio.wrap_future(found) is Presence.ALIVE
+        return await self._looks.run(partial(presence_of, member, where)) is Presence.ALIVE

@@ -83,6 +83,8 @@ class Handshake:
         self.audit = endpoint.audit
         """Records who is let in."""
         self._on_roster = on_roster
+        self._reads: dict[RosterVersion, asyncio.Task[None]] = {}
+        """The reads of the log that no admission waits for, by what a member has said."""
         self.hello = agent_pb2.Hello(
             protocol=PROTOCOL,
             group=group,
@@ -177,14 +179,21 @@ class Handshake:
                 f"worker {self.me.name!r} refuses {name}: its connection has number {hello.connection}"
             )
         await self._is_open.wait()
-        if self._on_roster is not None:
-            version = RosterVersion(hello.roster.length, hello.roster.digest)
-            if hello.worker_id not in self._members and version.length:
-                await self._on_roster(version)
-            elif version.length > self.hello.roster.length:
-                with suppress(RefusedError):  # it is a member, even if the store cannot be asked
-                    await self._on_roster(version)
+        version = RosterVersion(hello.roster.length, hello.roster.digest)
+        if self._on_roster is not None and hello.worker_id not in self._members and version.length:
+            await self._on_roster(version)
         member = self._members.get(hello.worker_id)
         if member is None or member.info.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")
+        is_news = version.length > self.hello.roster.length and version not in self._reads
+        if self._on_roster is not None and is_news:
+            # Not awaited: it is a member, even if the store does not answer.
+            self._reads[version] = asyncio.ensure_future(self._read_roster(self._on_roster(version), version))
         return member.info
+
+    async def _read_roster(self, reading: Awaitable[None], version: RosterVersion) -> None:
+        try:
+            with suppress(RefusedError):  # of a log that the store does not have, or cannot tell
+                await reading
+        finally:
+            del self._reads[version]
