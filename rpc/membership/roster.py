@@ -17,6 +17,10 @@ __all__ = ["Departed", "Roster", "RosterError"]
 MAX_REASON = 500
 """Characters of the reason of a leave or an eviction that are kept."""
 
+MAX_RETIRED = 1 << 22
+"""Members that a snapshot may say have left in an epoch. A worker that joins keeps the id of each, in some 300 MB
+then; the store would have two entries of the log for each, which are several times as large."""
+
 MAX_DEPARTED = 256
 """Incarnations of which it is known how their membership has ended: the last ones. Of others, the ids are kept."""
 
@@ -190,7 +194,7 @@ class Roster:
             ValueError, TypeError, LookupError: it is malformed.
             RosterError: it contradicts itself, or what the group began with.
         """
-        epoch, retired = record["epoch"], _from_ranges(record["retired"], length)
+        epoch, retired = record["epoch"], _from_ranges(record["retired"], min(length, MAX_RETIRED))
         if type(epoch) is not int or not 0 <= epoch <= length:
             raise RosterError(f"its epoch is {str(epoch)[:MAX_REASON]}")
         restored = Roster()
@@ -252,9 +256,9 @@ def _from_ranges(ranges: Sequence[Sequence[int]], most: int) -> set[int]:
     """Returns the numbers in ranges. Raises ValueError or TypeError if they are none, or more than `most`."""
     found: set[int] = set()
     for first, last in ranges:
-        if not (type(first) is type(last) is int and 0 <= first <= last <= MAX_ID and last - first < most):
+        if not (type(first) is type(last) is int and 0 <= first <= last <= MAX_ID):
             raise ValueError(f"it has a range from {first!r:.20} to {last!r:.20}")
-        found.update(range(first, last + 1))
-        if len(found) > most:
+        if len(found) + last - first >= most:  # before there is memory for them
             raise ValueError(f"more than {most} workers have left")
+        found.update(range(first, last + 1))
     return found

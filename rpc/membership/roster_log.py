@@ -177,6 +177,8 @@ class RosterLog:
             version = RosterVersion(record["length"], bytes.fromhex(record["digest"]))
             if type(version.length) is not int or version.length < 1:
                 raise RosterError("it has no length")
+            if not self._store.check([self._key(version.length - 1)]):
+                raise RosterError(f"it is of {version.length} entries, which the log does not have")
             with self._lock:
                 if self._version.length:
                     return  # another thread has read it

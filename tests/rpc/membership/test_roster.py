@@ -1,6 +1,7 @@
 """The log of joins and leaves of a dynamic group."""
 
 import json
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import reduce
@@ -166,6 +167,8 @@ def test_a_static_group_is_restored_from_a_snapshot():
         [],
         {"length": 0},
         {"length": "16"},
+        {"length": 18},
+        {"length": 2**40},
         {"digest": "xyz"},
         {"roster": []},
         {"roster": {"epoch": -1}},
@@ -173,6 +176,8 @@ def test_a_static_group_is_restored_from_a_snapshot():
         {"roster": {"members": [asdict(member("a", 0)), asdict(member("a", 50))]}},
         {"roster": {"members": [asdict(member("a", 0)), asdict(member("b", 3))]}},
         {"roster": {"retired": [[0, 2**31]]}},
+        {"roster": {"retired": [[1, 17]]}},
+        {"roster": {"retired": [[1, 10], [20, 30]]}},
         {"roster": {"retired": [[0, 0]]}},
         {"roster": {"retired": [[3, "4"]]}},
         {"roster": {"departed": [{"member": 3}]}},
@@ -193,6 +198,19 @@ def test_what_is_no_snapshot_is_refused(change):
         newcomer.catch_up()
     assert len(str(caught.value)) < 600
     assert newcomer.members() == []
+
+
+@pytest.mark.parametrize("retired", [[[0, 2**31 - 1]], [[0, 2**20], [2**21, 2**30]]])
+def test_no_memory_is_allocated_for_more_ids_than_can_have_left(retired):
+    """A few characters of the store had each worker that joins allocate as many ids as there are."""
+    record = {"epoch": 0, "members": [], "retired": retired, "departed": []}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than .* workers have left"):
+            Roster().restore(record, 2**40)
+        assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
 
 
 def joining(name: str, identifier: int) -> str:
