@@ -142,4 +142,5 @@ class EnvelopePayloads:
 
     def _discard(self, payloads: Sequence[tuple[agent_pb2.Payload, Channel]]) -> None:
         for payload, channel in payloads:
-            channel.discard(payload)
+            with contextlib.suppress(Exception):  # else those after it would not be discarded
+                channel.discard(payload)

@@ -17,6 +17,7 @@ from gradwire.rpc.channels import announced
 from gradwire.rpc.channels.announced import AnnouncedPayloads, TooMuchAnnouncedError
 from gradwire.rpc.channels.chunked import channel as chunked
 from gradwire.rpc.channels.cuda import channel as cuda_channel
+from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
@@ -96,6 +97,33 @@ def test_who_announces_refused_payloads_without_end_is_lost(monkeypatch):
 
     asyncio.run(run())
     assert broken == ["it announces payloads that it does not send"]
+
+
+def test_a_payload_that_cannot_be_discarded_keeps_no_others_from_it():
+    """The chunks of those after it would never be read, nor what follows these in their stream."""
+    discarded: list[int] = []
+
+    def refuse(_payload: agent_pb2.Payload) -> None:
+        raise ValueError("this worker takes part in no groups")
+
+    broadcast = SimpleNamespace(receive=refuse, discard=refuse)
+    by_chunks = SimpleNamespace(
+        receive=lambda _: concurrent.futures.Future(),
+        discard=lambda payload: discarded.append(payload.chunked.transfer_id),
+    )
+    channels: Any = SimpleNamespace(
+        find={"broadcast": broadcast, "chunked": by_chunks}.get, announced=AnnouncedPayloads(MIB)
+    )
+    envelope = announcement(1, 10)
+    for payload in (
+        agent_pb2.Payload(broadcast=agent_pb2.BroadcastPayload(nbytes=10)),
+        agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=2, nbytes=10)),
+    ):
+        envelope.tensors.add(dtype=agent_pb2.UINT8, sizes=[10], data=payload)
+    with pytest.raises(ValueError, match="takes part in no groups"):
+        EnvelopePayloads(channels, envelope).collect()
+    assert sorted(discarded) == [1, 2]
+    assert channels.announced.count == 0
 
 
 def answer(identifier: int) -> agent_pb2.Envelope:
