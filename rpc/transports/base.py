@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
+from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
@@ -99,6 +100,7 @@ class TransportListener(Protocol):
     """The peer of a transport, which gets its envelopes. No method blocks, or raises unless it says so."""
 
     info: WorkerInfo
+    member: Member
 
     @property
     def is_on_this_host(self) -> bool:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from ...net.user_sockets import UNIX_SCHEME, is_listening
 
-__all__ = ["Reach", "probe", "probe_now"]
+__all__ = ["Reach", "probe", "probe_now", "tcp_socket"]
 
 
 class Reach(Enum):
@@ -32,7 +32,7 @@ def probe_now(reach: Callable[[str], str], address: str) -> Reach:
         target = reach(address)
         if target.startswith(UNIX_SCHEME):
             return Reach.LISTENING if is_listening(target.removeprefix(UNIX_SCHEME)) else Reach.GONE
-        connection, where = _tcp(target)
+        connection, where = tcp_socket(target)
         with connection:
             connection.connect(where)
     except (ConnectionRefusedError, FileNotFoundError):
@@ -49,7 +49,7 @@ async def probe(
     if address.startswith(UNIX_SCHEME):
         return probe_now(reach, address)
     try:
-        connection, where = _tcp(reach(address))
+        connection, where = tcp_socket(reach(address))
         with connection:
             async with asyncio.timeout(seconds):
                 await loop.sock_connect(connection, where)
@@ -60,7 +60,7 @@ async def probe(
     return Reach.LISTENING
 
 
-def _tcp(address: str) -> tuple[socket.socket, tuple[str, int]]:
+def tcp_socket(address: str) -> tuple[socket.socket, tuple[str, int]]:
     """Returns an unconnected socket for a numeric address and port, and what to connect it to."""
     host, _, port = address.rpartition(":")
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

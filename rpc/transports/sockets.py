@@ -20,12 +20,15 @@ from typing import Any, final
 
 from ...net.addresses import format_address, is_tcp_address
 from ...net.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
+from ...net.interfaces import LOOPBACK
 from ...net.listening import PortRange
 from ...net.security import Audit, Identity, printable, worker_host_name
 from ...net.socket_peers import address_of_peer, has_left, is_of_same_user
 from ...net.unauthenticated import round_trip_s
 from ...proto.v1 import agent_pb2
+from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
+from .probe import tcp_socket
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "UNIX",
     "OfferedSocket",
     "SocketListener",
+    "host_of",
 ]
 
 UNIX = "unix"
@@ -62,6 +66,11 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 _ADMITTED = b"\x01"
 
 log = logging.getLogger(__name__)
+
+
+def host_of(member: Member) -> str:
+    """Returns the numeric address at which a member accepts TCP connections."""
+    return LOOPBACK if member.has_unix_socket else member.host
 
 
 @final
@@ -155,7 +164,11 @@ class SocketListener:
         return offered
 
     async def dial(
-        self, worker: WorkerInfo, offers: Sequence[agent_pb2.SocketOffer], round_trip: float = 0.0
+        self,
+        worker: WorkerInfo,
+        offers: Sequence[agent_pb2.SocketOffer],
+        round_trip: float = 0.0,
+        host: str = LOOPBACK,
     ) -> tuple[str, AnySocket] | None:
         """Connects to the first offer of a kind that may be used.
 
@@ -163,6 +176,7 @@ class SocketListener:
             worker: the worker that has made the offers.
             offers: what it offers.
             round_trip: seconds that a round trip to the worker has taken.
+            host: the numeric address of the worker, and no other one is dialed by TCP: see `host_of`.
 
         Returns:
             The kind and the connection; None if there is none, for which the log says why.
@@ -173,7 +187,7 @@ class SocketListener:
                 began = self._loop.time()
                 try:
                     async with asyncio.timeout_at(until):
-                        return offer.kind, await _dial(self._loop, offer, worker, self._identity)
+                        return offer.kind, await _dial(self._loop, offer, worker, host, self._identity)
                 except (OSError, ValueError) as error:
                     if isinstance(error, ConnectionError) and began + NONCE_TIMEOUT_S < self._loop.time() < until:
                         continue  # one of the processes was held up; the offer stands
@@ -275,21 +289,25 @@ class SocketListener:
 
 
 async def _dial(
-    loop: asyncio.AbstractEventLoop, offer: agent_pb2.SocketOffer, worker: WorkerInfo, identity: Identity | None
+    loop: asyncio.AbstractEventLoop,
+    offer: agent_pb2.SocketOffer,
+    worker: WorkerInfo,
+    host: str,
+    identity: Identity | None,
 ) -> AnySocket:
     # A peer shall not have this worker connect, and say something, to other programs.
     is_valid = is_tcp_address(offer.address) if offer.kind == TCP else bool(_UNIX_NAME.fullmatch(offer.address))
     if not is_valid or len(offer.nonce) != NONCE_BYTES:
         raise ValueError("it is no socket of a worker")
-    family: int = socket.AF_UNIX
     where: Any = f"\0{offer.address}"
     if offer.kind == TCP:
-        host, _, port = offer.address.rpartition(":")
-        found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, _, _, _, where = found[0]
-    connection = socket.socket(family)
-    if offer.kind == TCP:
+        connection, where = tcp_socket(offer.address)
+        if where[0] != host:
+            connection.close()
+            raise ValueError(f"it is not on the worker's host, {host}")
         note_peer(connection, where[1], where[0])
+    else:
+        connection = socket.socket(socket.AF_UNIX)
     dialed: AnySocket = connection
     try:
         connection.settimeout(0)

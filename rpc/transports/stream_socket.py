@@ -12,7 +12,7 @@ from .connection_log import log_connection
 from .envelope_socket import CLOSED, EnvelopeSocket
 from .grpc_calls import StreamParts
 from .outbox import Outbox
-from .sockets import OfferedSocket
+from .sockets import OfferedSocket, host_of
 from .tls_socket import AnySocket
 
 __all__ = ["StreamSocket"]
@@ -106,7 +106,8 @@ class StreamSocket:
     async def _choose(
         self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
-        dialed = await self._parts.sockets.listener.dial(self._worker, offers, round_trip)
+        host = host_of(self._peer.member)
+        dialed = await self._parts.sockets.listener.dial(self._worker, offers, round_trip, host)
         self._choosing = None
         if self._outbox.closed_reason is not None:
             if dialed is not None:

@@ -32,7 +32,10 @@ MAX_PARSED_BYTES = 128 << 20
 400,000 tensors. Nothing of less than 2 MiB takes so much."""
 
 MAX_CHUNKS_BYTES = 4 << 20
-"""The same of the chunks that share a message, or of a hello before them."""
+"""The same of the chunks that share a message."""
+
+MAX_HELLO_BYTES = 64 << 10
+"""The same of a hello."""
 
 MAX_EVENTS_BYTES = 1 << 30
 """The same of a profile: of some 2 million events."""
@@ -113,9 +116,9 @@ def parse_events(data: bytes) -> agent_pb2.ProfileEvents:
 
 
 def parse_hello(data: bytes) -> agent_pb2.Hello:
-    """Returns the hello of a stream. Raises DecodeError if it takes more than twice its bytes of memory."""
+    """Returns the hello of a stream. Raises DecodeError if it is none, or takes too much memory."""
     if len(data) > SMALL_BYTES:
-        _walk(data, 0, len(data), _OPENING, len(data))
+        _walk(data, 0, len(data), _OPENING, MAX_HELLO_BYTES)
     return agent_pb2.Opening.FromString(data).hello
 
 

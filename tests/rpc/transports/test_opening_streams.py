@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.liveness import Liveness
+from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.grpc_stream import GrpcStream
 from gradwire.rpc.transports.heartbeat import Heartbeats
@@ -18,6 +20,7 @@ from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.pulse import Pulse
 from gradwire.rpc.transports.settings import aio
 from gradwire.rpc.transports.socket_parts import SocketParts
+from gradwire.rpc.transports.sockets import SocketListener, host_of
 from gradwire.rpc.transports.stream_socket import StreamSocket
 
 
@@ -33,6 +36,7 @@ def peer(seen: list[str]) -> Any:
     """Returns the worker at the other end, which notes what it is told."""
     return SimpleNamespace(
         info=SimpleNamespace(wire_id=1, name="b"),
+        member=Member(WorkerInfo("b", 1), "127.0.0.1:1", 0),
         is_on_this_host=False,
         on_opened=lambda: seen.append("opened"),
         on_broken=lambda end, _unsent: seen.append(end.reason),
@@ -136,3 +140,30 @@ def test_a_socket_that_is_connected_after_the_end_of_its_stream_is_closed(execut
     assert not reasons
     assert is_closed
     assert outbox.socket is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "unix:a"])
+def test_a_worker_connects_to_no_other_host_than_its_peers(address):
+    """It said a nonce of the peer's choice to any program."""
+
+    async def check() -> bool:
+        loop = asyncio.get_running_loop()
+        listener = SocketListener(loop, ["tcp"])
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            offer = agent_pb2.SocketOffer(
+                kind="tcp", address=f"127.0.0.1:{other.getsockname()[1]}", nonce=bytes(32)
+            )
+            host = host_of(Member(WorkerInfo("b", 1), address, 0))
+            dialing = asyncio.create_task(listener.dial(WorkerInfo("b", 1), [offer], 0.0, host))
+            other.settimeout(0)
+            accepting = asyncio.create_task(loop.sock_accept(other))
+            await asyncio.wait((dialing, accepting), timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            is_connected = accepting.done()
+            if is_connected:
+                accepting.result()[0].close()
+            for task in (dialing, accepting):
+                task.cancel()
+            await asyncio.gather(dialing, accepting, return_exceptions=True)
+        return is_connected
+
+    assert asyncio.run(check()) is ("::1" not in address)
