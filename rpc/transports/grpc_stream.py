@@ -42,7 +42,7 @@ from .grpc_calls import (
     write_frame,
 )
 from .handshake import MAX_CONNECTION
-from .life_signs import has_received, process_at, process_runs
+from .life_signs import process_at, process_runs
 from .outbox import SENT_TICKET, Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_pulse import StreamPulse
@@ -292,7 +292,7 @@ class GrpcStream:
                 return process_runs(process_at(address.removeprefix(UNIX_SCHEME)))
         except OSError:
             return False
-        return has_received(self._remote or address, seconds)
+        return self._parts.heartbeats.received.has_received(self._remote or address, seconds)
 
     def _log_if_grpc(self) -> None:
         if self.outbox.socket is None:

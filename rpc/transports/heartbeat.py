@@ -14,6 +14,7 @@ import termios
 from typing import Protocol, final
 
 from ..contracts.liveness import Liveness
+from .life_signs import ReceivedTimes
 from .pulse import Pulse
 
 __all__ = ["Heartbeats", "Watched", "has_unread"]
@@ -72,6 +73,8 @@ class Heartbeats:
         self._loop = loop
         self._liveness = liveness
         self._pulse = pulse
+        self.received = ReceivedTimes(loop)
+        """Tells of silent peers whether their pings come."""
         self._interval = liveness.heartbeat / TICKS
         self._watched: dict[Watched, _State] = {}
         self._timer: asyncio.TimerHandle | None = None
