@@ -221,7 +221,8 @@ class AllGatherService(WorkerWatcher):
         except RESENT_AFTER as error:
             self._wait_to_resend(round_, leader, error)
             return None
-        self._leader.finish(round_.key, result)
+        if leader != self._agent.info.wire_id:  # which has recorded it, and has sent this worker a copy as well
+            self._leader.finish(round_.key, result.copy())  # the program may change what it gets
         return result
 
     def _leader_of(self, key: RoundKey) -> int:

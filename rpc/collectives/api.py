@@ -33,6 +33,9 @@ def all_gather(
             dynamic group, its current members.
         timeout: seconds, 0 for no limit. By default that of the options.
 
+    Each worker keeps a copy of the objects until the next collective of the same workers has ended: members whose
+    leader dies may ask for them. After one with large objects, `barrier` of the same workers frees the copies.
+
     A worker that dies meanwhile and is started again takes part or not, for all workers alike: if not, the first
     collective that it calls is the next one of the others.
 

@@ -84,7 +84,8 @@ class RoundLeader:
         """The series of which this worker is in a round."""
         self._open: dict[RoundKey, _OpenRound] = {}
         self._finished: dict[Series, tuple[int, RoundResult]] = {}
-        """The number and result of the last round whose result is known, by series."""
+        """The number and result of the last round whose result is known, by series. The program of this worker has
+        none of these values: it may change its own."""
         self._askers: dict[RoundKey, set[int]] = {}
         """The ids of leaders that have asked for the result of a round which is not known here yet."""
         agent.control.on(ASK_RESULT, self._on_ask)

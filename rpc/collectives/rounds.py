@@ -4,6 +4,7 @@ A round is one all_gather, or one barrier, among a fixed set of workers, its mem
 of them, the leader (all_gather.py).
 """
 
+import copy
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,17 @@ class RoundResult(NamedTuple):
     """The members' values by worker id, without members that died before they contributed."""
     is_void: bool = False
     """Whether the round has no values: its members are to run it again with the latest incarnation of each."""
+
+    def copy(self) -> "RoundResult":
+        """Returns a result of which the program can change nothing, but for values that cannot be copied."""
+        return RoundResult({worker: _copy_of(value) for worker, value in self.values.items()}, self.is_void)
+
+
+def _copy_of(value: object) -> object:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # references, for example, which have nothing to change
+        return value
 
 
 VOID = RoundResult({}, is_void=True)

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Mapping
 
 import pytest
+import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, SerializationError
 from gradwire.rpc.collectives.leader import ASK_RESULT, RoundLeader
 from gradwire.rpc.collectives.rounds import RoundResult
 from gradwire.rpc.contracts.agent import current_agent
+from gradwire.rpc.contracts.messages import MessageType, Request
 
 from tests.remote_functions import assert_clean, set_event, wait_for, wait_until
 
@@ -286,3 +288,31 @@ def test_references_are_gathered(workers):
     pending = [worker.start(check, rank) for rank, worker in enumerate(started)]
     assert [each.result() for each in pending] == [[0, 1, 2]] * 3
     workers.each(started, assert_clean)
+
+
+def ask_again(leader: str) -> list[object]:
+    agent = current_agent()
+    value = ("user", 0, (0, 1, 2), "again", True)
+    told = agent.request(agent.worker(leader), Request(MessageType.ALL_GATHER, value, timeout=10)).wait()
+    return sorted(
+        (rank, numbers, [t.unique().tolist() for t in ts]) for rank, (numbers, ts) in told.values.items()
+    )
+
+
+def test_what_the_program_does_to_a_result_is_not_told_to_others(workers):
+    """A member whose leader has died sends its value to the next one, which has the result already."""
+    sizes = (3, 300_000)
+
+    def gather_and_change(rank: int) -> None:
+        gathered = rpc.all_gather(([rank], [torch.full((size,), rank) for size in sizes]))
+        for numbers, tensors in gathered.values():
+            numbers.append("changed")
+            for tensor in tensors:
+                tensor.fill_(99)
+
+    started = workers.rpc(3)
+    pending = [worker.start(gather_and_change, rank) for rank, worker in enumerate(started)]
+    for each in pending:
+        each.result()
+    for leader in ("worker0", "worker1"):
+        assert started[2].run(ask_again, leader) == [(rank, [rank], [[rank], [rank]]) for rank in range(3)]
