@@ -76,11 +76,11 @@ class ReceivedTimes:
         """
         if self._since is None:
             self._since = _since_received()
-            self._loop.call_soon(self._forget)
+            self._loop.call_soon(self._discard)
         host, _, port = address.rpartition(":")
         return self._since.get((_address(host.strip("[]")), int(port)), seconds) < seconds
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         self._since = None
 
 
