@@ -96,7 +96,7 @@ class LeafGradients:
         self,
         nodes: Sequence[Any],
         gradients: Sequence[torch.Tensor | None],
-        before_hook: Callable[[], None] = lambda: None,
+        before_hook: Callable[[], None],
     ) -> None:
         """Adds the gradients that a pass has computed, and runs the hooks of the leaves.
 

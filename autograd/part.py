@@ -54,8 +54,8 @@ class Part:
         graph: Graph,
         message_ids: Sequence[int],
         *,
-        one_root_at_a_time: bool = False,
-        with_leaves: bool = False,
+        one_root_at_a_time: bool,
+        with_leaves: bool,
     ) -> None:
         """Finds out what takes part.
 
@@ -105,8 +105,8 @@ class Part:
 
     def partial_gradients(self) -> PartialGradients:
         """Returns what sums up the gradients of received messages that several roots lead to."""
-        graphs = self._graphs or []
-        counts = Counter((node.sender, node.message_id) for graph in graphs for node in graph.receives)
+        assert self._graphs is not None, "its graph is not run one root at a time"
+        counts = Counter((node.sender, node.message_id) for graph in self._graphs for node in graph.receives)
         return PartialGradients(counts)
 
     def run(

@@ -208,8 +208,8 @@ class OwnerTable:
     def __init__(
         self,
         worker: int,
-        is_member: Callable[[int], bool] = lambda _worker: True,
-        submit: Callable[[Callable[[], None]], None] = lambda task: task(),
+        is_member: Callable[[int], bool],
+        submit: Callable[[Callable[[], None]], None],
     ) -> None:
         """Makes an empty table.
 

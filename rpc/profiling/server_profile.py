@@ -12,6 +12,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.agent import current_agent
 from .events import decode_events
 from .extension import Profiling
+from .sessions import config_of
 
 __all__ = ["server_process_global_profile"]
 
@@ -60,14 +61,7 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
             return self
         if self.entered:
             raise RuntimeError("autograd profiler traces are not reentrant")
-        self.header = agent_pb2.ProfileHeader(
-            cuda=self.use_cuda,
-            shapes=self.record_shapes,
-            memory=self.profile_memory,
-            stack=self.with_stack,
-            flops=self.with_flops,
-            modules=self.with_modules,
-        )
+        self.header = config_of(self)
         self._profiling = current_agent().extension(Profiling)
         self.entered = True
         self._started_ns = time.time_ns()

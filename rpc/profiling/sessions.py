@@ -29,7 +29,7 @@ from ...torch_internals import (
 )
 from .events import encode_records, merge_events, relabel
 
-__all__ = ["ProfiledCall", "Session", "TorchHooks", "current_session", "torch_hooks"]
+__all__ = ["ProfiledCall", "Session", "TorchHooks", "config_of", "current_session", "torch_hooks"]
 
 _thread_state = threading.local()
 
@@ -238,7 +238,7 @@ def _make_start_trace(
     def start_trace(profile: Any) -> None:
         original(profile)
         hooks.acquire()
-        session = Session(_config_of(profile), is_kineto=is_kineto)
+        session = Session(config_of(profile), is_kineto=is_kineto)
         profile.__dict__["_gradwire_session"] = _thread_state.session = session
 
     return start_trace
@@ -285,7 +285,8 @@ def _merge_later(profile: Any, events: list[agent_pb2.ProfileEvent]) -> None:
     profile._ensure_function_events = _ensure_function_events
 
 
-def _config_of(profile: Any) -> agent_pb2.ProfileHeader:
+def config_of(profile: Any) -> agent_pb2.ProfileHeader:
+    """Returns the options of a profile of torch's, as messages carry them."""
     return agent_pb2.ProfileHeader(
         cuda=getattr(profile, "use_device", None) == "cuda" or bool(getattr(profile, "use_cuda", False)),
         shapes=profile.record_shapes,
