@@ -393,6 +393,21 @@ def test_the_beginning_of_a_stream_that_was_closed_is_answered_once(agents):
     assert told == [consumer.id]
 
 
+def test_a_stream_that_failed_before_it_began_is_not_remembered(agents):
+    """Its producer has told that it is over, and would not tell afterwards that it has begun."""
+    a, b = agents(2)
+    told: list[object] = []
+    b.control.on("stream.close", lambda _sender, stream: told.append(stream))
+    with holder.using(a), pytest.raises(TypeError):
+        next(rpc.rpc_stream(b.info, add, (1, 2)))
+    for number in range(50):  # one of them is the stream's
+        b.post(a.info, MessageType.STREAM_OPENED, None, header=lambda e, number=number: _name_stream(e, number))
+    for _ in range(20):  # of which one runs after those before it
+        assert b.request(a.info, Request(MessageType.CALL, (add, (1, 2), {}))).wait() == 3
+    wait_until(lambda: not a.control.pending())
+    assert told == []
+
+
 def test_the_outcome_of_a_stream_that_a_shutdown_ends_is_unknown(workers):
     a, b = workers.rpc(2)
 
