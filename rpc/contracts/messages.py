@@ -163,7 +163,8 @@ class Handler:
         user has added callbacks. Then the thread that reads an answer does it.
     check: called before a message is unpickled: looks at its headers, and raises if the sender may not send such
         a message, or UnwantedMessageError.
-    on_error: called when a message could not be unpickled, or `run` has raised, and the error has been answered.
+    on_error: called when a message could not be unpickled, or `run` has raised, and the error has been answered;
+        and before that, when an extension refuses the message.
     """
 
     run: Callable[[Incoming], Any]

@@ -318,7 +318,7 @@ class Caller(WorkerWatcher):
 
     def _put_postponed(self, call: Call, message: Outgoing) -> None:
         call.state = State.POSTPONED
-        if message.user_values:
+        if message.user_values or message.references:
             self._extensions.on_send_postponed(message)
         self._postponed[call.identifier] = call
 
@@ -346,7 +346,7 @@ class Caller(WorkerWatcher):
             self._abort_postponed(call)
             self._take_and_fail(call, error, Outcome.NOT_SENT)
         else:
-            if message.user_values:
+            if message.user_values or message.references:
                 self._extensions.on_postponed_sent(message)
             call.note_sent(message)
 
@@ -356,7 +356,7 @@ class Caller(WorkerWatcher):
             self._executor.submit(self._abort_postponed, call)
 
     def _abort_postponed(self, call: Call) -> None:
-        if (message := call.message) is not None and message.user_values:
+        if (message := call.message) is not None and (message.user_values or message.references):
             self._extensions.on_send_aborted(message)
         self._release_unsent(call)
 

@@ -147,8 +147,10 @@ AFTER = {
         assert weight.shape == (4, 3)
         """,
     "docs/rref.md": """
+        import tests.remote_functions
+
         assert repr(model).startswith("RRef(owner='server', id=0.")
-        assert repr(model).endswith(", type=Linear, confirmed)")
+        tests.remote_functions.wait_until(lambda: repr(model).endswith(", type=Linear, confirmed)"))
         """,
     "docs/policy.md": """
         assert model.rpc_sync().step(torch.ones(3)).shape == (3,)
