@@ -41,7 +41,7 @@ BEFORE = {
         def evaluate(weights):
             return weights.sum()
         """,
-    "docs/rref.md": "",
+    "docs/rref.md": "from tests.remote_functions import wait_until",
     "docs/policy.md": "",
     "docs/recipes.md": "import multiprocessing",
     "docs/streams.md": """
@@ -147,10 +147,8 @@ AFTER = {
         assert weight.shape == (4, 3)
         """,
     "docs/rref.md": """
-        import tests.remote_functions
-
         assert repr(model).startswith("RRef(owner='server', id=0.")
-        tests.remote_functions.wait_until(lambda: repr(model).endswith(", type=Linear, confirmed)"))
+        wait_until(lambda: repr(model).endswith(", type=Linear, confirmed)"))
         """,
     "docs/policy.md": """
         assert model.rpc_sync().step(torch.ones(3)).shape == (3,)
