@@ -254,7 +254,8 @@ class Passes:
                     f"two backward passes of context {self._context_id} run on worker {self._agent.info.name!r} "
                     "at the same time: run them one after the other, or in contexts of their own"
                 )
-            self._drop_failed(identifier)
+            if len(self._passes) > 1:
+                self._drop_failed(identifier)
             begun = self._passes.get(identifier) or self._get(identifier)
             begun.start(part)
             self._running = begun
@@ -326,11 +327,10 @@ class Passes:
 
     def _drop_failed(self, following: PassId) -> None:
         """Drops the passes of a caller that have failed, when its next one begins. Called with the lock."""
-        if self._passes:
-            caller, number = following
-            for identifier in [each for each in self._passes if each[0] == caller and each[1] < number]:
-                if self._passes[identifier].error is not None:
-                    del self._passes[identifier]
+        caller, number = following
+        for identifier, each in list(self._passes.items()):
+            if identifier[0] == caller and identifier[1] < number and each.error is not None:
+                del self._passes[identifier]
 
     def _finish_closing(self) -> None:
         self._passes.clear()

@@ -7,11 +7,11 @@ tell (segments.py). A frame of kind END ends a direction: the sender leaves in o
 import concurrent.futures
 import contextlib
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from socket import MSG_CTRUNC
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -35,6 +35,8 @@ from .socket_frames import (
 from .tls_socket import AnySocket
 
 __all__ = ["CLOSED", "EnvelopeSocket", "OnSocketEnd"]
+
+_CTRUNC = int(socket.MSG_CTRUNC)  # as an enum, it makes an object for each message
 
 CLOSED = "its connection closed without a goodbye; the process has died or was cut off"
 """The reason of a connection that ends before the peer's end."""
@@ -226,7 +228,7 @@ class EnvelopeSocket:
                 else:
                     connection: Any = self._connection  # a TlsSocket has no descriptors
                     data, rights, flags, _ = connection.recvmsg(*RECVMSG_ARGS)
-                    if rights or flags & MSG_CTRUNC:
+                    if rights or flags & _CTRUNC:
                         reader.add_descriptors(rights, flags)
                 has_ended = reader.take(data)
             self.has_heard = True
