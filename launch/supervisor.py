@@ -91,43 +91,33 @@ def supervise(
         torch.multiprocessing.ProcessExitedException: the same for one that was killed, or exited with an error.
     """
     try:
-        _supervise(context, start, restarts, backoff, grace_period)
+        histories = [_History(time.monotonic()) for _ in context.processes]
+        waiting: set[int] = set()
+        while context.sentinels or waiting:
+            pause = min((histories[rank].started for rank in waiting), default=math.inf) - time.monotonic()
+            for sentinel in wait(context.sentinels, None if pause == math.inf else max(0.0, pause)):
+                rank = context.sentinels[sentinel]
+                process, history = context.processes[rank], histories[rank]
+                process.join()
+                if process.exitcode != 0 and history.restarts == restarts:
+                    context.sentinels = {sentinel: rank}  # so that this error is raised
+                    context.join(grace_period=grace_period)
+                del context.sentinels[sentinel]
+                if process.exitcode != 0:
+                    history.pause = backoff.next_pause(history.pause, time.monotonic() - history.started)
+                    history.restarts += 1
+                    history.started = time.monotonic() + history.pause
+                    waiting.add(rank)
+                    _report(rank, process, context.error_files[rank], history, restarts)
+            for rank in [rank for rank in waiting if histories[rank].started <= time.monotonic()]:
+                waiting.remove(rank)
+                again = start(rank, histories[rank].restarts)
+                (context.processes[rank],) = again.processes
+                (context.error_files[rank],) = again.error_files
+                context.sentinels[context.processes[rank].sentinel] = rank
     except BaseException:  # the processes are no daemons: multiprocessing would wait for them at exit
         end_all(context.processes, grace_period)
         raise
-
-
-def _supervise(
-    context: ProcessContext,
-    start: Callable[[int, int], ProcessContext],
-    restarts: int,
-    backoff: Backoff,
-    grace_period: float,
-) -> None:
-    histories = [_History(time.monotonic()) for _ in context.processes]
-    waiting: set[int] = set()
-    while context.sentinels or waiting:
-        pause = min((histories[rank].started for rank in waiting), default=math.inf) - time.monotonic()
-        for sentinel in wait(context.sentinels, None if pause == math.inf else max(0.0, pause)):
-            rank = context.sentinels[sentinel]
-            process, history = context.processes[rank], histories[rank]
-            process.join()
-            if process.exitcode != 0 and history.restarts == restarts:
-                context.sentinels = {sentinel: rank}  # so that this error is raised
-                context.join(grace_period=grace_period)
-            del context.sentinels[sentinel]
-            if process.exitcode != 0:
-                history.pause = backoff.next_pause(history.pause, time.monotonic() - history.started)
-                history.restarts += 1
-                history.started = time.monotonic() + history.pause
-                waiting.add(rank)
-                _report(rank, process, context.error_files[rank], history, restarts)
-        for rank in [rank for rank in waiting if histories[rank].started <= time.monotonic()]:
-            waiting.remove(rank)
-            again = start(rank, histories[rank].restarts)
-            (context.processes[rank],) = again.processes
-            (context.error_files[rank],) = again.error_files
-            context.sentinels[context.processes[rank].sentinel] = rank
 
 
 def _report(rank: int, process: BaseProcess, error_file: str, history: _History, restarts: int) -> None:

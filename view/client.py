@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
 
-import psutil
+import psutil  # net.interfaces needs torch, which takes seconds
 
 from ..net.peer_text import printable
 from .keys import KEY_VARIABLE, LinkFile, PageKey

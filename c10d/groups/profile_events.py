@@ -12,7 +12,7 @@ from typing import final
 
 from ...torch_internals import begin_profiler_event, enable_record_function
 from ..engines.collective_call import ANY_RANK, CollectiveCall
-from ..engines.pending import PendingOperation
+from ..engines.pending import PendingOperation, peek
 
 __all__ = ["OperationEvent"]
 
@@ -115,6 +115,9 @@ class _ProfiledOperation:
 
     def done(self) -> bool:
         return self._pending.done() and self._event.try_end()
+
+    def peek(self) -> bool:
+        return peek(self._pending)
 
     def source(self) -> int:
         return self._pending.source()

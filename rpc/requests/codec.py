@@ -258,11 +258,7 @@ class Codec:
                 traffic.inline_received += nbytes
             message = Incoming(source.info, envelope, body, tensors, nbytes)
             if (user_values or envelope.references) and (envelope.has_headers or self._extensions.observes):
-                try:
-                    self._extensions.on_receive(message)
-                except Exception as error:
-                    self._fail(message, error)
-                    raise
+                self._extensions.on_receive(message)
             return message
         by_channel: dict[str, int] = {}
 
@@ -282,15 +278,5 @@ class Codec:
         source.traffic.received_by_channel(by_channel)
         message = Incoming(source.info, envelope, body, tensors, sum(by_channel.values()))
         if (user_values or envelope.references) and (envelope.has_headers or self._extensions.observes):
-            try:
-                self._extensions.on_receive(message)
-            except Exception as error:
-                self._fail(message, error)
-                raise
+            self._extensions.on_receive(message)
         return message
-
-    def _fail(self, message: Incoming, error: Exception) -> None:
-        """Tells the handler of a message that an extension has refused it: what waits for the message must end."""
-        handler = self._extensions.handlers.get(message.envelope.type)  # an answer has none
-        if handler is not None and handler.on_error is not None:
-            handler.on_error(message, error)

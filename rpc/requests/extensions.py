@@ -202,17 +202,24 @@ class Extensions:
     def on_receive(self, message: Incoming) -> None:
         """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled.
 
-        Called if there are headers, or some extension `observes`.
+        Called if there are headers, or some extension `observes`. If one of them raises, the handler of the
+        message is told first: what waits for the message must end.
         """
         has_header, references = message.envelope.HasField, message.envelope.references
-        for extension, on_receive in self._on_receive:
-            if (
-                extension.header is None
-                or extension.observes_requests
-                or (references and extension.adds_to_references)
-                or has_header(extension.header)
-            ):
-                on_receive(message)
+        try:
+            for extension, on_receive in self._on_receive:
+                if (
+                    extension.header is None
+                    or extension.observes_requests
+                    or (references and extension.adds_to_references)
+                    or has_header(extension.header)
+                ):
+                    on_receive(message)
+        except Exception as error:
+            handler = self.handlers.get(message.envelope.type)  # an answer has none
+            if handler is not None and handler.on_error is not None:
+                handler.on_error(message, error)
+            raise
 
     def may_repeat(self) -> bool:
         """Returns whether a request that this thread sends may be sent again by another one."""

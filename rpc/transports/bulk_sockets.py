@@ -15,7 +15,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.member import Member
 from ..contracts.options import MAX_BULK_CONNECTIONS
 from ..contracts.worker import WorkerInfo
-from .sockets import CONNECT_TIMEOUT_S, DIAL_ROUND_TRIPS, OfferedSocket, SocketListener, host_of
+from .sockets import CONNECT_TIMEOUT_S, DIAL_ROUND_TRIPS, OfferedSocket, SocketListener
 from .tls_socket import AnySocket
 
 __all__ = ["BulkListener", "BulkPeer", "BulkSockets"]
@@ -92,10 +92,9 @@ class BulkSockets:
     ) -> list[AnySocket]:
         """Makes the connections that are offered, all at the same time; returns none if one cannot be made."""
         connections: list[AnySocket] = []
-        host = host_of(peer.member)
 
         async def dial(offer: agent_pb2.SocketOffer) -> None:
-            if (dialed := await self._sockets.dial(peer.info, [offer], round_trip, host)) is not None:
+            if (dialed := await self._sockets.dial(peer.member, [offer], round_trip)) is not None:
                 connections.append(dialed[1])
 
         made: list[AnySocket] = []

@@ -38,7 +38,6 @@ __all__ = [
     "UNIX",
     "OfferedSocket",
     "SocketListener",
-    "host_of",
 ]
 
 UNIX = "unix"
@@ -66,11 +65,6 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 _ADMITTED = b"\x01"
 
 log = logging.getLogger(__name__)
-
-
-def host_of(member: Member) -> str:
-    """Returns the numeric address at which a member accepts TCP connections."""
-    return LOOPBACK if member.has_unix_socket else member.host
 
 
 @final
@@ -164,19 +158,14 @@ class SocketListener:
         return offered
 
     async def dial(
-        self,
-        worker: WorkerInfo,
-        offers: Sequence[agent_pb2.SocketOffer],
-        round_trip: float = 0.0,
-        host: str = LOOPBACK,
+        self, member: Member, offers: Sequence[agent_pb2.SocketOffer], round_trip: float = 0.0
     ) -> tuple[str, AnySocket] | None:
         """Connects to the first offer of a kind that may be used.
 
         Args:
-            worker: the worker that has made the offers.
-            offers: what it offers.
+            member: the worker that has made the offers.
+            offers: what it offers. By TCP, no other host than its own is dialed.
             round_trip: seconds that a round trip to the worker has taken.
-            host: the numeric address of the worker, and no other one is dialed by TCP: see `host_of`.
 
         Returns:
             The kind and the connection; None if there is none, for which the log says why.
@@ -187,7 +176,7 @@ class SocketListener:
                 began = self._loop.time()
                 try:
                     async with asyncio.timeout_at(until):
-                        return offer.kind, await _dial(self._loop, offer, worker, host, self._identity)
+                        return offer.kind, await _dial(self._loop, offer, member, self._identity)
                 except (OSError, ValueError) as error:
                     if isinstance(error, ConnectionError) and began + NONCE_TIMEOUT_S < self._loop.time() < until:
                         continue  # one of the processes was held up; the offer stands
@@ -289,11 +278,7 @@ class SocketListener:
 
 
 async def _dial(
-    loop: asyncio.AbstractEventLoop,
-    offer: agent_pb2.SocketOffer,
-    worker: WorkerInfo,
-    host: str,
-    identity: Identity | None,
+    loop: asyncio.AbstractEventLoop, offer: agent_pb2.SocketOffer, member: Member, identity: Identity | None
 ) -> AnySocket:
     # A peer shall not have this worker connect, and say something, to other programs.
     is_valid = is_tcp_address(offer.address) if offer.kind == TCP else bool(_UNIX_NAME.fullmatch(offer.address))
@@ -302,7 +287,7 @@ async def _dial(
     where: Any = f"\0{offer.address}"
     if offer.kind == TCP:
         connection, where = tcp_socket(offer.address)
-        if where[0] != host:
+        if where[0] != (host := LOOPBACK if member.has_unix_socket else member.host):
             connection.close()
             raise ValueError(f"it is not on the worker's host, {host}")
         note_peer(connection, where[1], where[0])
@@ -315,7 +300,7 @@ async def _dial(
         if not is_of_same_user(connection):
             raise ConnectionError("the listener belongs to another user")
         if identity is not None and offer.kind == TCP:
-            dialed = TlsSocket(connection, identity.client_context(), worker_host_name(worker.name))
+            dialed = TlsSocket(connection, identity.client_context(), worker_host_name(member.info.name))
             await dialed.handshake(loop)
         await _send(loop, dialed, offer.nonce)
         await _receive(loop, dialed, len(_ADMITTED))

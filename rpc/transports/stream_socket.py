@@ -12,7 +12,7 @@ from .connection_log import log_connection
 from .envelope_socket import CLOSED, EnvelopeSocket
 from .grpc_calls import StreamParts
 from .outbox import Outbox
-from .sockets import OfferedSocket, host_of
+from .sockets import OfferedSocket
 from .tls_socket import AnySocket
 
 __all__ = ["StreamSocket"]
@@ -106,8 +106,7 @@ class StreamSocket:
     async def _choose(
         self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
-        host = host_of(self._peer.member)
-        dialed = await self._parts.sockets.listener.dial(self._worker, offers, round_trip, host)
+        dialed = await self._parts.sockets.listener.dial(self._peer.member, offers, round_trip)
         self._choosing = None
         if self._outbox.closed_reason is not None:
             if dialed is not None:

@@ -22,6 +22,7 @@ from gradwire.rpc.channels.chunked.channel import ChunkedChannel, ChunkParts, se
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
@@ -148,7 +149,12 @@ def dial_offers(data: bytes) -> None:
     loop: Any = _OfflineLoop()
     with suppress(envelope_socket.DecodeError):
         offers = agent_pb2.Welcome.FromString(data).sockets
-        assert _loop.run_until_complete(SocketListener(loop, [UNIX, TCP]).dial(PEER, offers)) is None
+        assert (
+            _loop.run_until_complete(
+                SocketListener(loop, [UNIX, TCP]).dial(Member(PEER, "127.0.0.1:1", 0), offers)
+            )
+            is None
+        )
 
 
 # Sockets of envelopes.

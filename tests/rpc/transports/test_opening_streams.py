@@ -20,7 +20,7 @@ from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.pulse import Pulse
 from gradwire.rpc.transports.settings import aio
 from gradwire.rpc.transports.socket_parts import SocketParts
-from gradwire.rpc.transports.sockets import SocketListener, host_of
+from gradwire.rpc.transports.sockets import SocketListener
 from gradwire.rpc.transports.stream_socket import StreamSocket
 
 
@@ -48,7 +48,7 @@ def peer(seen: list[str]) -> Any:
 
 @pytest.mark.parametrize("end", [GrpcStream.abort, GrpcStream.break_off])
 def test_a_stream_that_ends_during_its_welcome_stays_ended(end):
-    """It was opened again, and watched, beside the one that had taken its place."""
+    """Another one may have taken its place."""
 
     async def check() -> None:
         seen: list[str] = []
@@ -111,7 +111,6 @@ def choose(
 
 
 def test_a_socket_for_which_no_descriptor_is_left_breaks_the_stream(executor):
-    """Envelopes were held for ever."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def leave_none(*_: object) -> None:
@@ -144,7 +143,7 @@ def test_a_socket_that_is_connected_after_the_end_of_its_stream_is_closed(execut
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "unix:a"])
 def test_a_worker_connects_to_no_other_host_than_its_peers(address):
-    """It said a nonce of the peer's choice to any program."""
+    """It would say a nonce of the peer's choice to any program."""
 
     async def check() -> bool:
         loop = asyncio.get_running_loop()
@@ -153,8 +152,7 @@ def test_a_worker_connects_to_no_other_host_than_its_peers(address):
             offer = agent_pb2.SocketOffer(
                 kind="tcp", address=f"127.0.0.1:{other.getsockname()[1]}", nonce=bytes(32)
             )
-            host = host_of(Member(WorkerInfo("b", 1), address, 0))
-            dialing = asyncio.create_task(listener.dial(WorkerInfo("b", 1), [offer], 0.0, host))
+            dialing = asyncio.create_task(listener.dial(Member(WorkerInfo("b", 1), address, 0), [offer]))
             other.settimeout(0)
             accepting = asyncio.create_task(loop.sock_accept(other))
             await asyncio.wait((dialing, accepting), timeout=20, return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,7 @@ import pytest
 from gradwire.c10d import Credentials
 from gradwire.net.listening import PortRange
 from gradwire.net.security import Identity, worker_host_name
+from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import sockets
 from gradwire.rpc.transports.sockets import TCP, OfferedSocket, SocketListener
@@ -47,7 +48,7 @@ def with_listener(
 async def dial(identity: Identity | None, offered: OfferedSocket, worker: str = "a") -> bool:
     """Dials what is offered, as another worker; returns whether it is connected at both ends."""
     dialer = SocketListener(asyncio.get_running_loop(), [TCP], identity)
-    dialed = await dialer.dial(WorkerInfo(worker, 0), [offered.offer])
+    dialed = await dialer.dial(Member(WorkerInfo(worker, 0), "127.0.0.1:1", 0), [offered.offer])
     if dialed is None:
         return False
     (await offered.connection()).close()
