@@ -254,6 +254,12 @@ def processes_what_came(agent: GrpcAgent) -> bool:
     return True
 
 
+def wait_for_creation(agent: GrpcAgent, rref: rpc.RRef) -> None:
+    """Waits until an agent knows that a creation has ended, of which it may learn by an answer."""
+    creation = rref._get_future()
+    wait_until(lambda: processes_what_came(agent) and creation.done())
+
+
 def test_a_call_takes_messages_along_and_its_answer_acknowledges_them(pair):
     a, b = pair.a, pair.b
     got: list[int] = []
@@ -373,8 +379,8 @@ def test_who_waits_for_a_creation_does_not_wait_for_other_messages(pair, monkeyp
     monkeypatch.setattr(forks, "MIN_WAITING_TIMEOUT_S", 30.0)
     with holder.using(a):
         early, late = rpc.remote(b.info, add, (1, 2)), rpc.remote(b.info, add, (1, 2))
-        early._get_future().wait()
-        late._get_future().wait()
+        for rref in (early, late):
+            wait_for_creation(a, rref)
         short = rpc.remote(b.info, add, (1, 2), timeout=20)
         wait_until(short.confirmed_by_owner)
 
@@ -389,6 +395,7 @@ def test_a_reference_is_deleted_with_the_next_message(pair):
         assert len(table) == 1
         del rref
         gc.collect()
+        wait_until(lambda: a.control.pending() or not len(table))  # another thread may have dropped it last
         call(a, b)
         wait_until(lambda: len(table) == 0)
 
@@ -422,12 +429,13 @@ def test_the_finalizer_of_a_value_may_call_the_worker_whose_message_deletes_it(p
     finalized.clear()
     with holder.using(a):
         rref = rpc.remote(b.info, CallsAtItsEnd, (a.info.name,))
-        rref._get_future().wait()
+        wait_for_creation(a, rref)
         wait_until(
             lambda rref=rref: processes_what_came(b) and processes_what_came(a) and rref.confirmed_by_owner()
         )
         del rref
         gc.collect()
+    wait_until(lambda: a.control.pending() or not len(table))  # another thread may have dropped it last
     if answers:
         call(b, a)
     else:
