@@ -5,6 +5,7 @@ import importlib
 
 import gradwire
 import pytest
+from gradwire import compat
 
 from tests.house.source import LOOSE, MODULES, ROOT, module_name, path_id, tree
 
@@ -15,6 +16,7 @@ WITHOUT_NAMES = [ROOT / "proto" / "__init__.py", ROOT / "proto" / "generate.py"]
 def test_every_module_says_what_it_offers(path):
     name = "gradwire" if path == ROOT / "__init__.py" else f"gradwire.{module_name(path)}"
     module = importlib.import_module(name)
+    compat.uninstall()  # compat/startup.py installs it
     assert module.__doc__
     offered = getattr(module, "__all__", [])
     assert len(offered) == len(set(offered))
