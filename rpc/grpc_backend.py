@@ -1,5 +1,11 @@
-"""The backend GRADWIRE: starts a gRPC agent and joins its group."""
+"""The backend GRADWIRE: starts a gRPC agent and joins its group.
 
+The workers of a static group form it at a barrier. Who joins later appends itself to the log of the group, and
+makes itself known to the members: any worker in a dynamic group, one that was started again in a static group.
+"""
+
+import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,29 +15,38 @@ from typing import Any
 
 from ..c10d.rendezvous.registration import GroupKind, Registration
 from ..c10d.rendezvous.start_barrier import StartBarrier
+from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
+from ..errors import LossCause, RendezvousError, WorkerLostError
+from ..net.waiting import wait_with_warnings
 from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
 from .contracts.member import Member
+from .contracts.messages import MessageType, Request
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .contracts.worker_end import PROCESS_ENDED
-from .membership.addresses import choose_address, find_directory, unreachable_members
+from .execution.futures import Future
+from .membership.addresses import ListenAddress, choose_address, find_directory, identity, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
-from .membership.joining import greet, group_store, identity, listen_as_member, shut_down_on_error
+from .membership.evictions import tell_of_change
 from .membership.members import exchange_members, formed_group, introduce
 from .membership.presence import Presence, presence_of
-from .membership.rejoining import rejoin
 from .membership.roster_log import RosterLog
 from .membership.vacancy import Vacancy
 
-__all__ = ["AgentFactory", "start_agent"]
+__all__ = ["AgentFactory", "greet", "start_agent"]
 
 MAX_READY_WAIT_S = 10.0
 """Seconds for which a worker that can be called waits, before it returns, until all others can be called."""
 
+GREETING_TIMEOUT_S = 10.0
+"""Seconds that a worker that joins waits for the members to admit it. It goes on without those that do not."""
+
 AgentFactory = Callable[..., GrpcAgent]
 """Makes an agent; takes the arguments of GrpcAgent."""
+
+log = logging.getLogger(__name__)
 
 
 def start_agent(
@@ -75,34 +90,70 @@ def _join_static(
     deadline = time.monotonic() + options.init_timeout
     barrier = StartBarrier(store, registration, GroupKind("rpc", options.CONSENT))
     if (predecessor := barrier.predecessor()) is not None and (formed := formed_group(barrier)) is not None:
-        rejoined = rejoin(store, barrier, predecessor, formed, options, make_agent, deadline)
+        rejoined = _rejoin(store, barrier, predecessor, formed, options, make_agent, deadline)
         if rejoined is not None:
             return rejoined
     barrier.register()
     with _report_failure(barrier):
         directory = find_directory(options)
     group, places = introduce(barrier, identity(directory), options.init_timeout)
-    log = RosterLog(store, group)
-    agent = make_agent(WorkerInfo(registration.name, registration.rank), options, group, roster=log)
-    with shut_down_on_error(agent):
+    roster = RosterLog(store, group)
+    agent = make_agent(WorkerInfo(registration.name, registration.rank), options, group, roster=roster)
+    with _shut_down_on_error(agent):
         with _report_failure(barrier):
-            where = choose_address(options, store, directory, places)
-            address = agent.listen(where)
-        me = Member(
-            agent.info,
-            address,
-            network=places[registration.rank][0],
-            process=registration.description,
-            device_maps=device_maps_as_text(options.device_maps),
-            directory=identity(where.directory),
-        )
+            me = _listen(agent, choose_address(options, store, directory, places))
         left = max(0.0, deadline - time.monotonic())
         members = exchange_members(barrier, me, partial(unreachable_members, consent=options.CONSENT), left)
         check_device_maps(members, members)
-        log.begin(members)
-        agent.open(members, group_store(store, group, options))
+        roster.begin(members)
+        agent.open(members, _group_store(store, group, options))
         barrier.go_on_together(min(MAX_READY_WAIT_S, max(0.0, deadline - time.monotonic())))
     return agent
+
+
+def _rejoin(
+    store: TorchStore,
+    barrier: StartBarrier,
+    predecessor: Registration,
+    formed: tuple[str, list[Member]],
+    options: RpcBackendOptions,
+    make_agent: AgentFactory,
+    deadline: float,
+) -> GrpcAgent | None:
+    """Joins a static group that has `formed`, in the place of a process that had the same name and rank.
+
+    Returns:
+        The agent; None if the predecessor lives or has another name, or if the group has ended. If it has ended,
+        the rank is free in the next one.
+
+    Raises:
+        RendezvousError: the predecessor does not answer and has not been evicted in time, or a member refuses this
+            worker.
+    """
+    group, first = formed
+    me = barrier.registration
+    if first[me.rank].info.name != me.name:
+        return None
+    roster = RosterLog(store, group)
+    roster.begin(first)
+    places = [(member.network, member.directory) for member in first]
+    where = choose_address(options, store, find_directory(options), places)
+    vacancy = Vacancy(roster, where, options, me.name, lambda: group)
+    while True:
+        former = vacancy.wait(max(0.0, deadline - time.monotonic()))
+        if former is not None and presence_of(former, where) is not Presence.GONE:
+            return None
+        others = [member for member in roster.members() if member.info.id != me.rank]
+        if all(presence_of(member, where) is Presence.GONE for member in others):
+            barrier.succeed(predecessor)
+            return None
+        agent = make_agent(roster.choose(me.name, me.rank), options, group, roster=roster)
+        if _has_joined(agent, roster, where, me.rank, deadline, _group_store(store, group, options)):
+            barrier.succeed(predecessor)
+            log.info("worker %s has taken its place in the group again", me)
+            return agent
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"no member of the group has admitted {me}, which takes the place of {former}")
 
 
 def _join_dynamic(
@@ -116,22 +167,163 @@ def _join_dynamic(
     deadline = time.monotonic() + options.init_timeout
     where = choose_address(options, store, find_directory(options), None)
     group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
-    log = RosterLog(store)
-    vacancy = Vacancy(log, where, options, name, lambda: f"dynamic/{group}/{log.epoch}")
+    roster = RosterLog(store)
+
+    def group_name() -> str:
+        return f"dynamic/{group}/{roster.epoch}"
+
+    vacancy = Vacancy(roster, where, options, name, group_name)
     while True:
         namesake = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if namesake is not None and presence_of(namesake, where) is Presence.GONE:  # as before a restart
-            log.leave(namesake.info.wire_id, PROCESS_ENDED.reason)
+            roster.leave(namesake.info.wire_id, PROCESS_ENDED.reason)
             where.clean_up(namesake.address)
-        epoch = log.epoch
-        agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
-        with shut_down_on_error(agent):
-            me = listen_as_member(agent, log, where, options)
-            if _append_join(log, me, rank, epoch):
-                agent.open(log.members())
-                greet(agent, log, where, deadline)
-                return agent
+        agent = make_agent(roster.choose(name, rank), options, group_name(), roster=roster)
+        if _has_joined(agent, roster, where, rank, deadline):
+            return agent
+
+
+def _listen(agent: GrpcAgent, where: ListenAddress) -> Member:
+    """Has an agent listen, and returns what the others need to know about it."""
+    return Member(
+        agent.info,
+        agent.listen(where),
+        process=Registration(rank=agent.info.id, world_size=-1).description,
+        device_maps=device_maps_as_text(agent.options.device_maps),
+        directory=identity(where.directory),
+    )
+
+
+def _has_joined(
+    agent: GrpcAgent,
+    roster: RosterLog,
+    where: ListenAddress,
+    rank: int,
+    deadline: float,
+    store: PrefixStore | None = None,
+) -> bool:
+    """Has an agent join by the log; returns whether it has. If not, it is shut down.
+
+    It has not if it cannot have its ids (see `_append_join`), or no member of a static group has admitted it.
+
+    Raises:
+        RendezvousError: this worker and the current members cannot reach each other, its name, or the rank that it
+            was given, has been taken, or a member refuses it.
+        DeviceMapError: its device maps name devices that a member lacks.
+    """
+    with _shut_down_on_error(agent):
+        me = _listen(agent, where)
+        members = [*roster.members(), me]
+        if problem := unreachable_members(members, agent.options.CONSENT):
+            raise RendezvousError(problem)
+        check_device_maps([me], members, dynamic=True)
+        if _append_join(roster, me, rank):
+            agent.open(roster.members(), store)
+            if greet(agent, roster, where, deadline) or roster.dynamic:
+                return True
+    agent.shutdown(graceful=False, timeout=0)
+    return False
+
+
+def _append_join(roster: RosterLog, me: Member, rank: int) -> bool:
+    """Appends this worker's join to the log, again after joins of others that do not conflict with it.
+
+    Returns False, without a join, if its ids have been taken or the group has begun a new epoch.
+    """
+    epoch = roster.epoch
+    while not roster.join(me):
+        if roster.epoch != epoch or roster.choose(me.info.name, rank) != me.info:
+            return False
+    return True
+
+
+def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: float) -> int:
+    """Makes this worker known to the current members.
+
+    Those whose processes have ended are removed from a dynamic group, and the others are told. Those that do not
+    answer stay members, since they may be unreachable from here only; they learn of this worker from the others.
+
+    Args:
+        agent: the agent of this worker, which is in the log.
+        roster: the members.
+        where: the address of this worker.
+        deadline: when to stop waiting, on the monotonic clock.
+
+    Returns:
+        The number of members that have admitted this worker.
+
+    Raises:
+        RendezvousError: a member refuses this worker.
+    """
+    seconds = max(1e-3, min(GREETING_TIMEOUT_S, deadline - time.monotonic()))
+    ends = time.monotonic() + seconds
+    greetings = [
+        (member, agent.request(member.info, Request(MessageType.GREETING, None, timeout=seconds)))
+        for member in roster.members()
+        if member.info != agent.info
+    ]
+    admitted: list[WorkerInfo] = []
+    has_removed = False
+    for member, greeting in greetings:
+        worker = member.info
+        try:
+            _wait_for_answer(
+                greeting, ends - time.monotonic(), f"{agent.info.name!r} waits for {worker.name!r} to admit it"
+            )
+            greeting.wait()
+            admitted.append(worker)
+        except WorkerLostError as error:
+            if error.cause is LossCause.REFUSED:
+                _check_has_left(agent, roster, worker, error.reason)
+            elif not roster.dynamic:
+                continue  # it stays a member, which may be started again
+            elif presence_of(member, where) is Presence.GONE:
+                roster.leave(worker.wire_id, PROCESS_ENDED.reason)
+                where.clean_up(member.address)
+                has_removed = True
+            else:
+                _go_on_without(agent, worker, error)
+        except RuntimeError as error:
+            _go_on_without(agent, worker, error)
+    if has_removed:
+        tell_of_change(agent.control, admitted)
+    return len(admitted)
+
+
+def _go_on_without(agent: GrpcAgent, worker: WorkerInfo, error: Exception) -> None:
+    log.warning("worker %s joins although %s has not admitted it: %s", agent.info.name, worker.name, error)
+
+
+def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
+    """Waits until a greeting has been answered or has failed. Raises RuntimeError if neither happens."""
+    answered = threading.Event()
+    greeting.add_done_callback(lambda _: answered.set())
+    if not wait_with_warnings(answered.wait, max(1.0, seconds), lambda: doing):
+        raise RuntimeError("it does not answer")
+
+
+def _check_has_left(agent: GrpcAgent, roster: RosterLog, worker: WorkerInfo, reason: str) -> None:
+    """Raises RendezvousError if a worker that has refused this one is still a member: it lives, so it stays."""
+    roster.catch_up()
+    if roster.has(worker.wire_id):
+        raise RendezvousError(f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {reason}")
+
+
+def _group_store(store: TorchStore, group: str, options: RpcBackendOptions) -> PrefixStore:
+    """Returns the part of a store that belongs to a group."""
+    part = PrefixStore(f"rpc/{group}", store)
+    part.credentials = options.find_credentials()  # for the process groups of the workers
+    return part
+
+
+@contextmanager
+def _shut_down_on_error(agent: GrpcAgent) -> Iterator[None]:
+    """Context manager that shuts an agent down which cannot join."""
+    try:
+        yield
+    except BaseException:
         agent.shutdown(graceful=False, timeout=0)
+        raise
 
 
 @contextmanager
@@ -142,21 +334,6 @@ def _report_failure(barrier: StartBarrier) -> Iterator[None]:
     except Exception as error:
         barrier.report_failure(f"{barrier.registration} cannot start: {error}")
         raise
-
-
-def _append_join(log: RosterLog, me: Member, rank: int, epoch: int) -> bool:
-    """Appends this worker's join to the log, again after joins of others that do not conflict with it.
-
-    Returns:
-        False, without a join, if its id has been taken or the group has begun a new epoch.
-
-    Raises:
-        RendezvousError: its name, or the rank that it was given, has been taken.
-    """
-    while not log.join(me):
-        if log.epoch != epoch or log.choose(me.info.name, rank) != me.info:
-            return False
-    return True
 
 
 def _options(rpc_timeout: float, init_method: str, **others: Any) -> RpcBackendOptions:

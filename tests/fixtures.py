@@ -18,6 +18,7 @@ from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests import ports
 from tests.c10d.members import join_all
@@ -154,6 +155,7 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
                 WorkerInfo(f"agent{rank}", rank),
                 RpcBackendOptions(**options),
                 "test",
+                RosterLog(store, "test"),
                 extensions=DEFAULT_EXTENSIONS,
                 factories=factories(rank),
             )

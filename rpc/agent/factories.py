@@ -27,7 +27,7 @@ __all__ = ["AgentFactories"]
 class AgentFactories:
     """Makes the parts of one GrpcAgent.
 
-    network: carries envelopes; takes the worker, its options, the group's name, the roster of a dynamic group, and
+    network: carries envelopes; takes the worker, its options, the group's name, the log of its members, and
         the executor.
     executor: runs incoming calls; see Executor.
     deadlines: keeps timeouts; see Deadlines.
@@ -35,7 +35,7 @@ class AgentFactories:
     control: sends control messages; see ControlStreams.
     """
 
-    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None, Executor], Network] = Network
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog, Executor], Network] = Network
     executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread

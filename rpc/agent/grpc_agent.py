@@ -28,12 +28,11 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker_events import WorkerEvents
 from ..execution.futures import Future
-from ..membership.addresses import ListenAddress
-from ..membership.connectable import Connectable
+from ..membership.addresses import ListenAddress, connectable
 from ..membership.failure_log import FailureLog
 from ..membership.roster_log import RosterLog
-from ..membership.worker_events import WorkerEvents
 from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
 from ..peers.changes import Changes
 from ..peers.flow_control import FlowControl
@@ -75,7 +74,7 @@ class GrpcAgent(RpcAgent):
         info: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        roster: RosterLog | None = None,
+        roster: RosterLog,
         *,
         extensions: Sequence[ExtensionFactory] = (),
         factories: AgentFactories = AgentFactories(),  # noqa: B008 - a frozen value
@@ -86,14 +85,14 @@ class GrpcAgent(RpcAgent):
             info: this worker.
             options: how the agent behaves.
             group: the name of the group, unique among all groups.
-            roster: the log of joins and leaves; None in a group that nobody joins or leaves.
+            roster: the log of joins and leaves.
             extensions: make the extensions of the agent, in this order, when the members are known.
             factories: make the parts that can be exchanged.
         """
         self.info = info
         self.options = options
         self.rpc_timeout = options.rpc_timeout
-        self._dynamic = roster is not None and roster.dynamic
+        self._dynamic = roster.dynamic
         self._extension_factories = extensions
         self._closed = False
         self._group_store: PrefixStore | None = None
@@ -101,7 +100,7 @@ class GrpcAgent(RpcAgent):
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
-        self.worker_events = self._worker_events = WorkerEvents(self._executor.submit, self.connect)
+        self.worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._network = factories.network(info, options, group, roster, self._executor)
         peers = self.peers = self._network.peers
         packer = Packer(options.pickler)
@@ -131,7 +130,7 @@ class GrpcAgent(RpcAgent):
         )
         self._watchers: list[WorkerWatcher] = [
             self._server,  # first: nothing of a lost worker begins after the program has been told
-            self._worker_events,
+            self.worker_events,
             self._failures,
             self._caller,
             self._control,
@@ -165,7 +164,7 @@ class GrpcAgent(RpcAgent):
         """
         self._group_store = store
         self._network.open(members, self._control)
-        self._worker_events.open([member.info for member in members])
+        self.worker_events.open([member.info for member in members])
         if store is not None:
             first = [member for member in members if member.info.wire_id == member.info.id]
             self._network.channels.broadcasts.open(
@@ -174,7 +173,7 @@ class GrpcAgent(RpcAgent):
                     control=self.control,
                     peer=lambda worker: self.peers.of(worker).channels,
                     on_resend=self.peers.of(self.info).traffic.sent_again,
-                    may_form=Connectable(first, insecure=self.options.insecure),
+                    may_form=connectable(first, insecure=self.options.insecure),
                     insecure=self.options.insecure,
                 )
             )
@@ -417,14 +416,14 @@ class GrpcAgent(RpcAgent):
         """In a forked child, has futures, streams, contexts and events do nothing, or raise an error."""
         self._executor.leave_to_parent(why_useless)
         self._extensions.leave_to_parent(why_useless)
-        self._worker_events.leave_to_parent(why_useless)
+        self.worker_events.leave_to_parent(why_useless)
 
     def _close(self, end: WorkerEnd, in_order: bool) -> None:
         """Ends everything: see `Shutdown`."""
         self._closed = True
         self._calls.close()
         self._server.answering.close()
-        self._worker_events.close()
+        self.worker_events.close()
         self._network.leave()
         self._extensions.close()
         self._all_gather_service.close()

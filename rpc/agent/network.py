@@ -18,7 +18,6 @@ from ..channels.cuda.torch_runtime import TorchDevices
 from ..contracts.control import ControlMessages
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
-from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
@@ -26,7 +25,6 @@ from ..membership.addresses import ListenAddress
 from ..membership.evictions import Evictions
 from ..membership.roster_follower import RosterFollower
 from ..membership.roster_log import RosterLog
-from ..membership.roster_updates import RosterUpdates
 from ..membership.vouching import Vouching
 from ..peers.changes import Changes
 from ..peers.link import Links
@@ -73,7 +71,7 @@ class Network:
         me: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        roster: RosterLog | None,
+        roster: RosterLog,
         executor: Executor,
         seams: NetworkSeams = NetworkSeams(),
     ) -> None:
@@ -83,17 +81,16 @@ class Network:
             me: this worker.
             options: the agent's.
             group: the name of the group, unique among all groups.
-            roster: the log of joins and leaves; None in a group that nobody joins or leaves.
+            roster: the log of joins and leaves.
             executor: its threads read the sockets.
             seams: for fault injection and tests.
         """
         self.me = me
         self._roster = roster
-        self._is_dynamic = roster is not None and roster.dynamic
         self._options = options
         self._executor = executor
         self._seams = seams
-        self.peers = Peers(me, dynamic=self._is_dynamic)
+        self.peers = Peers(me, dynamic=roster.dynamic)
         self._endpoint = GrpcEndpoint(me.name, options.find_credentials(), options.liveness)
         self.audit = self._endpoint.audit
         self._events = acquire_event_loop()
@@ -102,9 +99,8 @@ class Network:
     async def _build(self, group: str) -> None:
         loop, executor, limits = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
-        roster = self._roster
-        learn = RosterUpdates(self.me, roster, executor, self._follow).learn if roster is not None else None
-        self._handshake = Handshake(group, self.me, self.peers.by_id, learn, self._endpoint)
+        self._follower = RosterFollower(self._roster, self.peers, self, executor)
+        self._handshake = Handshake(group, self.me, self.peers.by_id, self._follower.learn, self._endpoint)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
         chunks = ChunkParts(loop, self._handshake, self._open_channel, limits)
@@ -113,9 +109,6 @@ class Network:
         pulse = self._pulse = Pulse()
         parts = SocketParts(kinds, sockets, executor, pulse, self.channels.cache.allocate)
         liveness = self._options.liveness
-        self._follower = None
-        if roster is not None:
-            self._follower = RosterFollower(roster, self.peers, self)
         self._vouching = Vouching(group, self._endpoint, self.peers, executor)
         self._evictions = Evictions(
             loop, executor, self.peers, self._follower, liveness.lease, self._vouching.ask_others
@@ -158,15 +151,7 @@ class Network:
     def open(self, members: Sequence[Member], control: ControlMessages) -> None:
         """Sets the members; none of them is let in before `admit`. Changes of the roster are told by `control`."""
         self._evictions.open(control)
-        if self._follower is not None:
-            self._follower.begin(members)
-        else:
-            for member in sorted(members, key=lambda member: member.info.wire_id):
-                self.add(member)
-
-    def _follow(self) -> None:
-        if self._follower is not None:
-            self._follower.follow()
+        self._follower.begin(members)
 
     def _open_channel(self, member: Member) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -191,8 +176,7 @@ class Network:
 
     def let_in(self) -> None:
         """Accepts connections of all members. Called on the event loop."""
-        version = self._roster.version if self._roster is not None else RosterVersion()
-        self._handshake.open(version)
+        self._handshake.open(self._roster.version)
 
     def transport_names(self) -> dict[str, str]:
         """Returns the name of the transport to each member, by the member's name."""
@@ -213,7 +197,7 @@ class Network:
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
-        if self._roster is not None and self._is_dynamic and self.me.wire_id in self.peers.by_id:
+        if self._roster.dynamic and self.me.wire_id in self.peers.by_id:
             self._roster.try_to_leave(self.me.wire_id)
 
     def disconnect(self, end: WorkerEnd) -> None:
@@ -222,8 +206,7 @@ class Network:
         Args:
             end: how this worker ends, for the goodbye.
         """
-        if self._follower is not None:
-            self._follower.close()
+        self._follower.close()
         self.channels.stop()
         self._events.run(self._disconnect(end))
 

@@ -44,7 +44,7 @@ from typing import Any, final
 
 import torch
 
-from ...c10d.debug.call_site import find_call_site_of_thread
+from ...c10d.debug.call_site import CallSite, find_call_site_of_thread
 from ...errors import (
     AnswerFailedError,
     RpcError,
@@ -64,7 +64,6 @@ from ..execution.ctrl_c import wait_interruptibly
 from .leader import CONTROL_KINDS, RoundLeader
 from .replacements import Replacements
 from .rounds import VOID, Round, RoundKey, RoundResult, Series
-from .running_rounds import RunningRounds
 
 __all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService"]
 
@@ -105,7 +104,8 @@ class AllGatherService(WorkerWatcher):
         """Held while a round of the series runs on this worker."""
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
-        self._running = RunningRounds(agent)
+        self._running: dict[RoundKey, tuple[str, CallSite, float]] = {}
+        """What the user has called, in which line, and when, as time.time()."""
         self._replacements = Replacements(agent)
         self._leader = RoundLeader(agent, self._replacements)
 
@@ -114,8 +114,22 @@ class AllGatherService(WorkerWatcher):
         self._replacements.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns the collectives that this worker is in, for the debug info."""
-        return {"collectives": self._running.describe()}
+        """Returns the collectives that this worker is in, for the debug info.
+
+        Rounds of the same topic, number and members are the same on all workers.
+        """
+        running = [
+            {
+                "operation": operation,
+                "topic": key.topic,
+                "number": key.number,
+                "members": [self._agent.incarnation(member).name for member in key.members],
+                "since": since,
+                "call_site": f"{file}:{line}",
+            }
+            for key, (operation, (file, line), since) in self._running.copy().items()
+        ]
+        return {"collectives": running}
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of the requests between members and leader."""
@@ -159,11 +173,13 @@ class AllGatherService(WorkerWatcher):
             series = Series(topic, tuple(workers))
             with self._next_round(series, deadline, timeout, operation) as number:
                 key = RoundKey(topic, number, series.members)
+                self._running[key] = operation, call_site, time.time()
                 try:
-                    with self._running.running(key, operation, call_site):
-                        result = self._take_part(Round(key, value, workers, timeout, deadline, on_waiting))
+                    result = self._take_part(Round(key, value, workers, timeout, deadline, on_waiting))
                 except RpcTimeoutError as error:
                     raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
+                finally:
+                    self._running.pop(key, None)
         if self._agent.info.wire_id not in result.values:
             raise self._excluded_error(operation, workers)
         return dict(result.values)
@@ -251,10 +267,13 @@ class AllGatherService(WorkerWatcher):
         left = round_.seconds_left()
         seconds = 0.0 if left is None else max(1e-3, left)  # 0 is no limit
         self._leader.discard_asker(key, leader)
-        with self._undo_round_unless_sent(key.series):
+        try:
             return self._agent.request(
                 round_.workers[leader], Request(MessageType.ALL_GATHER, body, timeout=seconds, label=REQUEST_PARTS)
             )
+        except SerializationError:
+            self._round_counts[key.series] -= 1  # no worker has heard of the round
+            raise
 
     def _wait_for_result(self, round_: Round, leader: int, answer: torch.futures.Future[Any]) -> RoundResult:
         """Waits for the leader's answer.
@@ -304,15 +323,6 @@ class AllGatherService(WorkerWatcher):
         except RpcError:
             missing = [leader]
         return [round_.workers[identifier].name for identifier in missing]
-
-    @contextlib.contextmanager
-    def _undo_round_unless_sent(self, series: Series) -> Iterator[None]:
-        """Context manager that takes back a round whose value does not pickle: no worker has heard of it."""
-        try:
-            yield
-        except SerializationError:
-            self._round_counts[series] -= 1
-            raise
 
     def _log_wait(self, operation: str, names: Sequence[str]) -> None:
         log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))

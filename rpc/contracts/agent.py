@@ -19,7 +19,7 @@ from .messages import Incoming, MessageType, Request
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
 from .worker_end import WorkerEnd
-from .worker_events import WorkerEventSource
+from .worker_events import WorkerEvents
 
 __all__ = ["CurrentAgent", "Destination", "RpcAgent", "agents_here", "current_agent", "holder", "is_initialized"]
 
@@ -40,7 +40,7 @@ class RpcAgent(ABC):
     options: RpcBackendOptions
     control: ControlMessages
     """Sends messages that must not get lost."""
-    worker_events: WorkerEventSource
+    worker_events: WorkerEvents
     """Tells subscribers of workers that join and leave."""
     rpc_timeout: float
     """Seconds after which a request without a timeout of its own fails; 0 for never."""

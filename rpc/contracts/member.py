@@ -1,8 +1,9 @@
-"""A member of the group, with what the others need to know about it."""
+"""A member of the group as the others know it, and how much of the log of the members a worker knows."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -11,7 +12,7 @@ from ...net.host_identity import network_id
 from ...net.user_sockets import UNIX_SCHEME
 from .worker import WorkerInfo
 
-__all__ = ["MAX_ID", "Member"]
+__all__ = ["MAX_ID", "Member", "RosterVersion"]
 
 MAX_ID = (1 << 31) - 1
 
@@ -85,3 +86,20 @@ def _is_text(value: object) -> bool:
 
 def _is_device_map(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(device, str) for device in value.values())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RosterVersion:
+    """How much of the log of joins, leaves and evictions a worker knows: tells whether two know the same entries.
+
+    length: the number of entries.
+    digest: 32 bytes, of all of them in order.
+    """
+
+    length: int = 0
+    digest: bytes = bytes(32)
+
+    def followed_by(self, text: str) -> "RosterVersion":
+        """Returns the version with one more entry."""
+        return RosterVersion(self.length + 1, hashlib.sha256(self.digest + text.encode()).digest())

@@ -2,7 +2,7 @@
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -16,7 +16,15 @@ from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
 
-__all__ = ["ListenAddress", "check_consent", "choose_address", "find_directory", "unreachable_members"]
+__all__ = [
+    "ListenAddress",
+    "check_consent",
+    "choose_address",
+    "connectable",
+    "find_directory",
+    "identity",
+    "unreachable_members",
+]
 
 
 @final
@@ -109,6 +117,11 @@ def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:
         raise RpcError(f"{error}; or {options.CONSENT}, and any user of the host can run code in it") from error
 
 
+def identity(directory: SocketDirectory | None) -> str:
+    """Returns what identifies a directory of sockets; empty without one."""
+    return directory.identity if directory is not None else ""
+
+
 def choose_address(
     options: RpcBackendOptions,
     store: TorchStore,
@@ -178,6 +191,22 @@ def unreachable_members(members: Sequence[Member], consent: str) -> str:
         "reaches a worker run code in it, so the network must be one that you trust. Give host= only where a "
         "worker has to be told which of its addresses the others reach"
     )
+
+
+def connectable(members: Sequence[Member], *, insecure: bool) -> Callable[[Iterable[int]], bool]:
+    """Returns a function that says whether the workers with some ids may form a process group.
+
+    Nothing encrypts or authenticates the data of Gloo. So between hosts workers form no process groups, unless
+    `insecure` allows it; without them, everything goes by connections that credentials do protect. Nor are those
+    who join later than these members in any.
+    """
+    network_of = {member.info.wire_id: member.network for member in members}
+
+    def may_form(workers: Iterable[int]) -> bool:
+        networks = {network_of.get(worker) for worker in workers}
+        return None not in networks and (insecure or len(networks) == 1)
+
+    return may_form
 
 
 def _open_directory() -> SocketDirectory:

@@ -16,7 +16,6 @@ from ..execution.executor import Executor
 from ..peers.peers import Peers
 from .roster import RosterError
 from .roster_follower import RosterFollower
-from .roster_log import RosterLog
 from .vouching import Verdict
 
 __all__ = ["CONTROL_KINDS", "Evictions", "tell_of_change"]
@@ -69,7 +68,7 @@ class Evictions:
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
         peers: Peers,
-        follower: RosterFollower | None,
+        follower: RosterFollower,
         lease: float,
         ask_others: AskOthers,
     ) -> None:
@@ -79,7 +78,7 @@ class Evictions:
             loop: the event loop, which has the timers.
             executor: its threads wait for the store.
             peers: of this worker, some of which are told.
-            follower: follows the log of the group; None if that keeps none.
+            follower: follows the log of the group.
             lease: seconds after which a suspect worker may be evicted.
             ask_others: asks the others about a member to which this worker has never been connected.
         """
@@ -87,7 +86,7 @@ class Evictions:
         self._executor = executor
         self._peers = peers
         self._follower = follower
-        self._roster = follower.roster if follower is not None else None
+        self._roster = follower.roster
         self._tick_s = min(TICK_S, lease / 4)
         self._ask_others = ask_others
         self._control: ControlMessages
@@ -107,8 +106,7 @@ class Evictions:
         """Listens to what other workers tell from now on, and tells them."""
         self._control = control
         control.on(ROSTER_CHANGED, self._on_told)
-        if self._roster is not None:
-            self._call_soon(self._tick, self._loop.time())
+        self._call_soon(self._tick, self._loop.time())
 
     def close(self) -> None:
         """Tries nothing again. Called on the event loop."""
@@ -126,19 +124,16 @@ class Evictions:
 
         A worker to which this one has never been connected stays if others vouch for it.
         """
-        if self._roster is not None:
-            self._executor.submit_urgent(self._run, partial(self._evict, self._roster, peer, reason), 0.0)
+        self._executor.submit_urgent(self._run, partial(self._evict, peer, reason), 0.0)
 
     def read(self) -> None:
         """Has the log read to its end, as soon as the store answers. Called on any thread, and never waits."""
-        if self._roster is None:
-            return
         with self._lock:
             self._is_stale = True
             if self._is_reading:
                 return
             self._is_reading = True
-        self._executor.submit_urgent(self._run, partial(self._read, self._roster), 0.0)
+        self._executor.submit_urgent(self._run, self._read, 0.0)
 
     def _on_told(self, _sender: WorkerInfo, _payload: Any) -> None:
         self.read()
@@ -158,24 +153,20 @@ class Evictions:
                 log.warning("the membership of the group cannot be changed or read yet: %s", error)
             self._call_soon(self._retry, step, min(MAX_PAUSE_S, 2 * pause) or FIRST_PAUSE_S)
         else:
-            if self._follower is not None:
-                self._call_soon(self._follower.follow)
+            self._call_soon(self._follower.follow)
 
-    def _evict(self, roster: RosterLog, peer: WorkerInfo, reason: str, again: bool) -> None:
-        roster.catch_up()
-        if (
-            not self._peers.of(peer).has_connected
-            and roster.has(peer.wire_id)
-            and not self._is_agreed(roster, peer)
-        ):
+    def _evict(self, peer: WorkerInfo, reason: str, again: bool) -> None:
+        self._roster.catch_up()
+        is_stranger = not self._peers.of(peer).has_connected and self._roster.has(peer.wire_id)
+        if is_stranger and not self._is_agreed(peer):
             return
-        has_evicted = roster.evict(peer.wire_id, reason, self._peers.me.wire_id)
+        has_evicted = self._roster.evict(peer.wire_id, reason, self._peers.me.wire_id)
         if has_evicted or again:  # the store may have done it before, and not have answered
             tell_of_change(self._control, self._peers.connected())
 
-    def _is_agreed(self, roster: RosterLog, peer: WorkerInfo) -> bool:
+    def _is_agreed(self, peer: WorkerInfo) -> bool:
         """Returns whether no other member vouches for one. Raises _UndecidedError if too few can be asked."""
-        others = [member for member in roster.members() if member.info not in (peer, self._peers.me)]
+        others = [member for member in self._roster.members() if member.info not in (peer, self._peers.me)]
         verdict = asyncio.run_coroutine_threadsafe(self._ask(peer, others), self._loop).result()
         if verdict is Verdict.UNDECIDED:
             raise _UndecidedError(f"too few members could be asked whether {peer.name!r} lives")
@@ -185,11 +176,11 @@ class Evictions:
             )
         return verdict is Verdict.SILENT
 
-    def _read(self, roster: RosterLog, _again: bool) -> None:
+    def _read(self, _again: bool) -> None:
         while True:
             self._is_stale = False
             try:
-                roster.catch_up()
+                self._roster.catch_up()
             except RosterError:
                 self._is_reading = False  # it is not tried again by itself
                 raise

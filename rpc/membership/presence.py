@@ -7,7 +7,7 @@ from ...net.host_identity import network_id
 from ...net.interfaces import is_local
 from ...net.user_sockets import UNIX_SCHEME
 from ..contracts.member import Member
-from .addresses import ListenAddress
+from .addresses import ListenAddress, identity
 
 __all__ = ["Presence", "presence_of"]
 
@@ -37,8 +37,7 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
         where: the address of this worker, which knows what it can dial.
         seconds: how long to wait for an answer.
     """
-    directory = where.directory.identity if where.directory is not None else ""
-    is_here = member.network == network_id() and member.directory == directory
+    is_here = member.network == network_id() and member.directory == identity(where.directory)
     if not is_here and (member.has_unix_socket or is_local(member.host)):
         return Presence.ALIVE  # as far as can be told: elsewhere its address means something else
     try:

@@ -1,14 +1,22 @@
-"""Takes what the log of a group says into the peers of one agent."""
+"""Takes what the log of a group says into the peers of one agent.
+
+A hello may say that its sender knows more of the log. It is not trusted: the entries are read from the store, and
+compared with the digest in the hello.
+"""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol, final
 
 from ...errors import LossCause
-from ..contracts.member import Member
+from ..contracts.member import Member, RosterVersion
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..execution.executor import Executor
 from ..peers.peers import Peers
-from .roster import Departed
+from ..transports.handshake import RefusedError
+from .roster import Departed, RosterError
 from .roster_log import RosterLog
+from .serial_calls import SerialCalls
 
 __all__ = ["Membership", "RosterFollower"]
 
@@ -27,17 +35,12 @@ class Membership(Protocol):
 class RosterFollower:
     """Compares the log with what is known here. Used on the event loop, but for `begin`."""
 
-    def __init__(self, roster: RosterLog, peers: Peers, membership: Membership) -> None:
-        """Changes nothing yet.
-
-        Args:
-            roster: the log.
-            peers: the workers that are known here.
-            membership: is told what has changed.
-        """
+    def __init__(self, roster: RosterLog, peers: Peers, membership: Membership, executor: Executor) -> None:
+        """Changes nothing yet. The threads of the executor wait for the store, for `learn` one at a time."""
         self.roster = roster
         self._peers = peers
         self._membership = membership
+        self._reads = SerialCalls(executor)
         self._is_closed = False
 
     def begin(self, members: Sequence[Member]) -> None:
@@ -45,6 +48,14 @@ class RosterFollower:
         self._add_departed(self.roster.departed().values())
         for member in sorted(members, key=lambda member: member.info.wire_id):
             self._membership.add(member)
+
+    async def learn(self, version: RosterVersion) -> None:
+        """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
+        try:
+            await self._reads.run(partial(self.roster.learn, version))
+        except RosterError as error:
+            raise RefusedError(f"worker {self._peers.me.name!r} refuses a roster: {error}") from None
+        self.follow()
 
     def follow(self) -> None:
         """Takes in all changes that are unknown here: other threads may have read some of them."""

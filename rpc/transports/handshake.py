@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from ...net.security import printable
 from ...proto.v1 import agent_pb2
-from ..contracts.roster_version import RosterVersion
+from ..contracts.member import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..wire.parsing import parse_hello
 from .base import TransportListener
@@ -64,7 +64,7 @@ class Handshake:
         group: str,
         me: WorkerInfo,
         members: Mapping[int, TransportListener],
-        on_roster: Callable[[RosterVersion], Awaitable[None]] | None,
+        on_roster: Callable[[RosterVersion], Awaitable[None]],
         endpoint: GrpcEndpoint,
     ) -> None:
         """Accepts nobody before `open`.
@@ -75,7 +75,6 @@ class Handshake:
             members: by worker id. Others may come.
             on_roster: awaited with what the sender of a hello knows of the group's log, if it is more than this
                 worker does; calls `open` if there are new members. Raises RefusedError if the log is another one.
-                None in a group without a log.
             endpoint: makes channels to peers, and knows who they are by their certificates.
         """
         self.me = me
@@ -180,13 +179,12 @@ class Handshake:
             )
         await self._is_open.wait()
         version = RosterVersion(hello.roster.length, hello.roster.digest)
-        if self._on_roster is not None and hello.worker_id not in self._members and version.length:
+        if hello.worker_id not in self._members and version.length:
             await self._on_roster(version)
         member = self._members.get(hello.worker_id)
         if member is None or member.info.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")
-        is_news = version.length > self.hello.roster.length and version not in self._reads
-        if self._on_roster is not None and is_news:
+        if version.length > self.hello.roster.length and version not in self._reads:
             # Not awaited: it is a member, even if the store does not answer.
             self._reads[version] = asyncio.ensure_future(self._read_roster(self._on_roster(version), version))
         return member.info

@@ -17,6 +17,7 @@ import torch
 from google.protobuf.message import DecodeError
 from gradwire import autograd, rpc
 from gradwire.autograd.extension import Autograd
+from gradwire.c10d import HashStore
 from gradwire.errors import NotInitializedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
@@ -30,6 +31,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.streaming.streams import Streams
@@ -144,6 +146,7 @@ def _agent(info: WorkerInfo) -> tuple[GrpcAgent, _Threads]:
         info,
         RpcBackendOptions(policy=Policy(accepts="exposed", max_operations=MAX_OPERATIONS)),
         "fuzz",
+        RosterLog(HashStore(), "fuzz"),
         extensions=DEFAULT_EXTENSIONS,
         factories=AgentFactories(
             network=lambda *_: threads,

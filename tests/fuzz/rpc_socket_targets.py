@@ -22,9 +22,8 @@ from gradwire.rpc.channels.chunked.channel import ChunkedChannel, ChunkParts, se
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
-from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.options import ChannelOptions
-from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import envelope_socket, frame_reader
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket

@@ -19,6 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from gradwire.c10d import HashStore
 from gradwire.errors import LossCause, SendFailedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.net.security.audit import Audit
@@ -32,6 +33,7 @@ from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.changes import Changes
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers
@@ -79,6 +81,7 @@ class Machine:
             self.info,
             RpcBackendOptions(rpc_timeout=60),
             "simulated",
+            RosterLog(HashStore(), "simulated"),
             extensions=DEFAULT_EXTENSIONS,
             factories=AgentFactories(
                 network=lambda *_: self.network,

@@ -11,15 +11,16 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from gradwire.c10d import HashStore
 from gradwire.errors import WorkerLostError
 from gradwire.net.event_loop import EventLoop, acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
-from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports import handshake, settings, sockets
 from gradwire.rpc.transports.grpc_calls import StreamState
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
@@ -292,7 +293,10 @@ def test_a_stream_for_payloads_of_a_worker_that_is_lost_is_refused(agents, loop,
 
 
 def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop):
-    agents = [GrpcAgent(WorkerInfo(f"agent{rank}", rank), RpcBackendOptions(), "test") for rank in range(2)]
+    agents = [
+        GrpcAgent(WorkerInfo(f"agent{rank}", rank), RpcBackendOptions(), "test", RosterLog(HashStore(), "test"))
+        for rank in range(2)
+    ]
     try:
         a, b = agents
         members = [Member(agent.info, agent.listen()) for agent in agents]
@@ -349,9 +353,8 @@ def opening(version: RosterVersion) -> bytes:
         (RosterVersion(30_000), RosterVersion(2**64 - 1), "learned 18446744073709551615"),
         (RosterVersion(), RosterVersion(1, bytes(5_000)), "bytes, of"),
         (RosterVersion(), RosterVersion(), "knows no 'w'"),
-        (None, RosterVersion(12), "knows no 'w'"),
     ],
-    ids=["new", "more", "too long", "nothing", "no log"],
+    ids=["new", "more", "too long", "nothing"],
 )
 def test_what_the_sender_of_a_hello_knows_is_learned(loop, known, said, text):
     """Nobody can have a worker parse much before it is known who he is."""
@@ -360,10 +363,8 @@ def test_what_the_sender_of_a_hello_knows_is_learned(loop, known, said, text):
         raise handshake.RefusedError(f"learned {version.length}")
 
     async def receive() -> None:
-        receiving = handshake.Handshake(
-            "test", WorkerInfo("me", 0), {}, learn if known is not None else None, GrpcEndpoint("me", None)
-        )
-        receiving.open(known or RosterVersion())
+        receiving = handshake.Handshake("test", WorkerInfo("me", 0), {}, learn, GrpcEndpoint("me", None))
+        receiving.open(known)
         await receiving.receive(SimpleNamespace(read=read, peer=lambda: "unix:"))
 
     async def read() -> bytes:

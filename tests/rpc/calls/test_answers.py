@@ -2,6 +2,7 @@
 
 import pytest
 from gradwire import Outcome, rpc
+from gradwire.c10d import HashStore
 from gradwire.errors import RpcCancelledError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
@@ -12,6 +13,7 @@ from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import RESULT
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests.remote_functions import set_event, wait_for
 
@@ -41,7 +43,8 @@ class Raising(Extension):
 @pytest.mark.timeout(60)
 def test_calls_end_although_an_extension_raises(caplog):
     extensions = [*DEFAULT_EXTENSIONS, Raising]
-    agent = GrpcAgent(WorkerInfo("alone", 0), RpcBackendOptions(), "test", extensions=extensions)
+    roster = RosterLog(HashStore(), "test")
+    agent = GrpcAgent(WorkerInfo("alone", 0), RpcBackendOptions(), "test", roster, extensions=extensions)
     try:
         agent.open([Member(agent.info, agent.listen())])
         with holder.using(agent):

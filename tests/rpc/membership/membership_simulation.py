@@ -2,7 +2,7 @@
 
 All workers run on one thread and one event loop, whose time jumps to the next timer. Simulated are the network
 (delays, hosts that are cut off), processes that end, and when the store can be reached. What the workers do about
-it is decided by RosterLog, RosterFollower, Links, Evictions, RosterUpdates, Handshake and `greet`, as in an agent.
+it is decided by RosterLog, RosterFollower, Links, Evictions, Handshake and `greet`, as in an agent.
 """
 
 import asyncio
@@ -23,14 +23,13 @@ from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.watcher import WorkerWatcher
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
+from gradwire.rpc.grpc_backend import greet
 from gradwire.rpc.membership import evictions as evictions_module
 from gradwire.rpc.membership.addresses import ListenAddress
 from gradwire.rpc.membership.evictions import Evictions
-from gradwire.rpc.membership.joining import greet
 from gradwire.rpc.membership.presence import Presence
 from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.membership.roster_updates import RosterUpdates
 from gradwire.rpc.membership.vouching import Verdict, Vote, verdict_of
 from gradwire.rpc.peers.changes import Changes
 from gradwire.rpc.peers.link import Links, LinkState
@@ -132,9 +131,8 @@ class SimulatedWorker(WorkerWatcher):
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         endpoint: Any = _Endpoint(self)
         self.peers = Peers(info)
-        self.follower = RosterFollower(roster, self.peers, self)
-        self._updates = RosterUpdates(info, roster, self, self.follower.follow)  # type: ignore[arg-type]
-        self.handshake = Handshake(group.name, info, self.peers.by_id, self._updates.learn, endpoint)
+        self.follower = RosterFollower(roster, self.peers, self, self)  # type: ignore[arg-type]
+        self.handshake = Handshake(group.name, info, self.peers.by_id, self.follower.learn, endpoint)
         self.evictions = Evictions(
             group.loop,
             self,  # type: ignore[arg-type]
@@ -304,8 +302,8 @@ class SimulatedGroup:
         with (
             patch("gradwire.rpc.peers.link.probe", self._probe),
             patch("gradwire.rpc.peers.link.probe_now", self._probe_now),
-            patch("gradwire.rpc.membership.joining.presence_of", self._presence),
-            patch.object(Evictions, "_is_agreed", lambda each, _roster, peer: self._is_agreed(each, peer)),
+            patch("gradwire.rpc.grpc_backend.presence_of", self._presence),
+            patch.object(Evictions, "_is_agreed", lambda each, peer: self._is_agreed(each, peer)),
         ):
             asyncio.set_event_loop(self.loop)
             try:

@@ -11,8 +11,7 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.member import Member
-from gradwire.rpc.contracts.roster_version import RosterVersion
+from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership import vouching
@@ -20,7 +19,6 @@ from gradwire.rpc.membership.evictions import Evictions
 from gradwire.rpc.membership.presence import Presence
 from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.membership.roster_updates import RosterUpdates
 from gradwire.rpc.membership.vouching import Verdict, Vouching
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.handshake import Handshake
@@ -64,6 +62,14 @@ def member(info: WorkerInfo) -> Member:
     return Member(info, f"127.0.0.1:{1000 + info.id}", 0)
 
 
+def follower(
+    log: RosterLog, executor: Executor, let_in: Any = lambda: None, peers: Peers | None = None
+) -> RosterFollower:
+    known = peers or Peers(ME, dynamic=True)
+    membership: Any = SimpleNamespace(add=lambda new: known.add(silent_peer(new.info)), let_in=let_in)
+    return RosterFollower(log, known, membership, executor)
+
+
 class HangingStore(HashStore):
     """A store that answers no question before it may."""
 
@@ -86,7 +92,7 @@ def test_a_member_is_let_in_while_the_store_hangs(executor):
     followed = threading.Event()
 
     async def check() -> None:
-        updates = RosterUpdates(ME, log, executor, followed.set)
+        updates = follower(log, executor, followed.set)
         endpoint: Any = SimpleNamespace(audit=None, why_refused=lambda *_: "")
         members: Any = {PEER.id: SimpleNamespace(info=PEER)}
         handshake = Handshake("g", ME, members, updates.learn, endpoint)
@@ -125,7 +131,7 @@ def test_reads_whose_callers_gave_up_do_not_pile_up(executor):
     store = HangingStore()
 
     async def check() -> None:
-        updates = RosterUpdates(ME, RosterLog(store), executor, lambda: None)
+        updates = follower(RosterLog(store), executor)
         for _ in range(3):
             reading = asyncio.ensure_future(updates.learn(RosterVersion(5)))
             await until(lambda: store.hanging.blocked)
@@ -190,15 +196,13 @@ def test_no_thread_waits_for_others_after_the_end(executor):
     peers = Peers(ME, dynamic=True)
     for info in (ME, PEER):
         peers.add(silent_peer(info))
-    membership: Any = SimpleNamespace(add=lambda _: None, let_in=lambda: None)
     events = acquire_event_loop()
 
     async def close() -> None:
         evictions.close()
 
     try:
-        follower = RosterFollower(log, peers, membership)
-        evictions = Evictions(events.loop, executor, peers, follower, 1000.0, never)
+        evictions = Evictions(events.loop, executor, peers, follower(log, executor, peers=peers), 1000.0, never)
         evictions.open(SimpleNamespace(on=lambda *_: None))  # type: ignore[arg-type]
         evictions.evict(PEER, "it was silent")
         assert asked.wait(20)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.errors import EvictedError, RendezvousError, WorkerLostError
+from gradwire.rpc import grpc_backend
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.membership import joining
 from gradwire.rpc.membership.addresses import ListenAddress
 from gradwire.rpc.membership.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 
@@ -31,7 +31,7 @@ SHORT = rpc.Liveness(suspect_after=60.0, lease=1.0)
 
 
 def join_soon(name: str, url: str, **options: Any) -> rpc.WorkerInfo:
-    joining.GREETING_TIMEOUT_S = 1.0
+    grpc_backend.GREETING_TIMEOUT_S = 1.0
     return join(name, url, init_timeout=55, **options)
 
 

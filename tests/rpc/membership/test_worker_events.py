@@ -9,7 +9,7 @@ from gradwire import rpc
 from gradwire.errors import NotInitializedError, UnknownWorkerError
 from gradwire.rpc import aio
 from gradwire.rpc.contracts.worker_end import SHUT_DOWN
-from gradwire.rpc.membership.worker_events import WorkerEvents
+from gradwire.rpc.contracts.worker_events import WorkerEvents
 
 from tests.remote_functions import process_id
 

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import LossCause
-from gradwire.rpc.contracts.roster_version import RosterVersion
+from gradwire.rpc.contracts.member import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.membership.roster_updates import RosterUpdates
+from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.grpc_calls import end_of_error
 
 
@@ -32,9 +34,10 @@ class OneTask:
 
 def test_a_roster_whose_connection_broke_is_not_waited_for():
     async def check() -> None:
-        executor = OneTask()
-        updates = RosterUpdates(WorkerInfo("a", 0), RosterLog(HashStore(), "group"), executor, lambda: None)
-        learning = asyncio.ensure_future(updates.learn(RosterVersion(1)))
+        executor: Any = OneTask()
+        roster, membership = RosterLog(HashStore(), "group"), None
+        follower = RosterFollower(roster, Peers(WorkerInfo("a", 0)), membership, executor)  # type: ignore[arg-type]
+        learning = asyncio.ensure_future(follower.learn(RosterVersion(1)))
         await asyncio.sleep(0)
         learning.cancel()
         with pytest.raises(asyncio.CancelledError):
