@@ -312,17 +312,17 @@ def _create_on_owner(
 
 
 def _call_guarded(guard: MethodGuard, module_rref: ModuleReference, *args: Any) -> Any:
-    guard.check_method(module_rref._value_here(), "__call__")
+    guard(module_rref._value_here(), "__call__")
     return _call_on_owner(module_rref, *args)
 
 
 def _parameters_guarded(guard: MethodGuard, module_rref: ModuleReference, recurse: bool) -> Any:
-    guard.check_method(module_rref._value_here(), "parameters")
+    guard(module_rref._value_here(), "parameters")
     return _parameters_on_owner(module_rref, recurse)
 
 
 def _train_guarded(guard: MethodGuard, module_rref: ModuleReference, mode: bool) -> None:
-    guard.check_method(module_rref._value_here(), "train")
+    guard(module_rref._value_here(), "train")
     _train_on_owner(module_rref, mode)
 
 

@@ -16,10 +16,9 @@ from ..net.grpc_objects import why_grpc_is_unusable
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .contracts import inherited_agent  # noqa: F401 - what becomes of agents in forked children
 from .contracts.agent import Destination, RpcAgent, current_agent, holder
-from .contracts.child_process import noting_error_of_child
 from .contracts.options import RpcBackendOptions, check_rpc_timeout
 from .contracts.worker import WorkerInfo, check_worker_name
-from .contracts.worker_end import WorkerEnd, last_uncaught_error
+from .contracts.worker_end import WorkerEnd, last_uncaught_error, noting_error_of_child
 from .contracts.worker_events import (
     WorkerBack,
     WorkerEvent,

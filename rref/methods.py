@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 USER_CODE_CALLERS = ("_require_attribute", "_run_method")
-"""See gradwire.rpc.wire.tracebacks."""
+"""See gradwire.rpc.wire.failures."""
 
 Handle = OwnerHandle | UserHandle
 
@@ -128,7 +128,7 @@ def _call_method_guarded(
     guard: MethodGuard, rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     value = rref._value_here()
-    guard.check_method(value, name)
+    guard(value, name)
     return _run_method(value, name, args, kwargs)
 
 
@@ -146,7 +146,7 @@ def _call_method_by_id_guarded(
     kwargs: Mapping[str, Any],
 ) -> Any:
     value = _value(identifier)
-    guard.check_method(value, name)
+    guard(value, name)
     return _run_method(value, name, args, kwargs)
 
 
@@ -188,7 +188,7 @@ def _confirm_creation(identifier: tuple[int, int]) -> None:
 
 def _require_attribute_guarded(guard: MethodGuard, identifier: tuple[int, int], name: str) -> None:
     value = _value(identifier)
-    guard.check_method(value, name)
+    guard(value, name)
     getattr(value, name)
 
 

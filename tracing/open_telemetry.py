@@ -10,7 +10,7 @@ from ..errors import Outcome, RpcError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, Outgoing, Request
-from ..rpc.contracts.otel import otel_from_environment
+from ..rpc.contracts.options import otel_from_environment
 from ..rpc.contracts.worker import WorkerInfo
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""Checks of the arguments that the calling functions share."""
+"""Checks of the arguments that the calling functions share, and of options that are counts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CALL_PARTS", "UNSET_RPC_TIMEOUT", "check_call", "check_received", "check_timeout"]
+__all__ = ["CALL_PARTS", "UNSET_RPC_TIMEOUT", "check_call", "check_counts", "check_received", "check_timeout"]
 
 UNSET_RPC_TIMEOUT = -1.0
 """The timeout argument that means "the timeout of the options"."""
@@ -52,3 +52,11 @@ def check_received(args: object) -> None:
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"args is a {type(args).__name__}: give a tuple")
+
+
+def check_counts(options: object, *counts: str) -> None:
+    """Checks that options are whole numbers of at least 1. Raises ValueError."""
+    for name in counts:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")

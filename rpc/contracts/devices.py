@@ -1,12 +1,23 @@
-"""Devices and device maps: their types, and checks of what users give."""
+"""Devices and device maps: their types, checks of what users give, and the headers of messages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-__all__ = ["NO_DEVICES", "Device", "DeviceMap", "checked_device_map", "checked_device_maps", "checked_devices"]
+from ...proto.v1 import agent_pb2
+
+__all__ = [
+    "NO_DEVICES",
+    "Device",
+    "DeviceMap",
+    "checked_device_map",
+    "checked_device_maps",
+    "checked_devices",
+    "device_map_of_answer",
+    "device_map_to_proto",
+]
 
 Device = int | str | torch.device
 """A device as users name it. An int is the index of a CUDA device."""
@@ -47,6 +58,16 @@ def checked_devices(value: Any) -> list[torch.device]:
                 "need no setting"
             )
     return devices
+
+
+def device_map_to_proto(device_map: DeviceMap) -> list[agent_pb2.DeviceMapping]:
+    """Returns a device map in the form of a request's header."""
+    return [agent_pb2.DeviceMapping(here=str(here), there=str(there)) for here, there in device_map.items()]
+
+
+def device_map_of_answer(mappings: Iterable[agent_pb2.DeviceMapping]) -> DeviceMap:
+    """Returns the device map for the answer to a request with this header: the inverse of the request's."""
+    return {torch.device(mapping.there): torch.device(mapping.here) for mapping in mappings} or NO_DEVICES
 
 
 def _device(name: Device) -> torch.device:

@@ -7,7 +7,7 @@ named once this worker has imported the module.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 __all__ = ["Exposure", "MethodGuard", "expose", "exposure_of", "guarded_by", "message_value"]
 
@@ -16,11 +16,8 @@ T = TypeVar("T")
 _MARK = "_gradwire_exposure"
 
 
-class MethodGuard(Protocol):
-    """Checks which methods of values the sender of a message may call."""
-
-    def check_method(self, value: object, name: str) -> None:
-        """Raises PolicyError if the sender may not call this method, or read this attribute, of a value."""
+MethodGuard = Callable[[object, str], None]
+"""Raises PolicyError if the sender of a message may not call a method, or read an attribute, of a value."""
 
 
 @final

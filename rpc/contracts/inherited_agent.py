@@ -14,8 +14,6 @@ from typing import Any, NoReturn, final
 from ...errors import NotInitializedError
 from ...net.inheritance import at_fork
 from .agent import RpcAgent, agents_here, holder
-from .control import ControlHandler, OnSettled
-from .worker import WorkerInfo
 
 __all__ = ["InheritedAgent"]
 
@@ -46,26 +44,13 @@ class InheritedAgent(RpcAgent):
 class _NoControlMessages:
     """Drops control messages, and the tasks of the control thread."""
 
-    def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
+    def _drop(self, *_args: Any, **_options: Any) -> None:
         pass
+
+    on = send = run = _drop
 
     def kinds(self) -> Collection[str]:
         return ()
-
-    def send(
-        self,
-        worker: WorkerInfo,
-        kind: str,
-        payload: Any,
-        done: OnSettled | None = None,
-        expected: tuple[type[Exception], ...] = (),
-        *,
-        urgent: bool = True,
-    ) -> None:
-        pass
-
-    def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:
-        pass
 
     def pending(self) -> int:
         return 0

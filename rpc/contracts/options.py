@@ -1,31 +1,37 @@
 """The options of `init_rpc`."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
+from ...errors import RpcError
 from ...net.listening import ListenSettings, parse_ports
 from ...net.security import Credentials
-from .collective_options import BroadcastOptions, check_counts
+from .arguments import check_counts
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
 from .liveness import Liveness
-from .otel import check_otel
-from .pickler import BY_NAME, check_pickler
 from .policy import Policy
 from .view import View
 
 __all__ = [
+    "BY_NAME",
+    "BY_VALUE",
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
     "MAX_ATTACHED_BYTES",
     "MAX_BULK_CONNECTIONS",
+    "OTEL_VARIABLE",
+    "SEND_CODE",
     "BroadcastOptions",
     "ChannelOptions",
     "CudaOptions",
     "FlowControlOptions",
     "RpcBackendOptions",
     "check_rpc_timeout",
+    "otel_from_environment",
 ]
 
 KIB = 1 << 10
@@ -45,6 +51,19 @@ DEFAULT_RPC_TIMEOUT = 60.0
 """Seconds."""
 
 DEFAULT_INIT_METHOD = "env://"
+
+BY_NAME = "pickle"
+"""Functions and classes travel as their names."""
+
+BY_VALUE = "cloudpickle"
+"""Functions and classes that the other worker cannot import by name travel with their code."""
+
+PICKLERS = (BY_NAME, BY_VALUE)
+
+SEND_CODE = f'send code with RpcBackendOptions(pickler="{BY_VALUE}")'
+"""What errors advise for functions and classes that the other worker cannot import."""
+
+OTEL_VARIABLE = "GRADWIRE_OTEL"
 
 DEFAULT_BUSY_POLL = 0.001
 MAX_BUSY_POLL = 0.01
@@ -125,6 +144,28 @@ class CudaOptions:
         if not isinstance(self.ipc, bool):
             raise TypeError(f"ipc is {self.ipc!r}: give True or False")
         check_counts(self, "ipc_threshold", "max_ipc_bytes", "max_pinned_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastOptions:
+    """When `broadcast_call` sends large tensors to all workers at once.
+
+    Workers of this host share memory; those of other hosts receive by a process group, in static groups.
+
+    enabled: False to send them to each worker by itself.
+    threshold: bytes from which a tensor counts as large.
+    max_groups: process groups that this worker keeps, one for each set of receivers; beyond that, the least
+        recently used is closed.
+    """
+
+    enabled: bool = True
+    threshold: int = 1 << 20
+    max_groups: int = 8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise TypeError(f"enabled is {self.enabled!r}: give True or False")
+        check_counts(self, "threshold", "max_groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,16 +347,15 @@ def _check_busy_poll(value: Any) -> float:
     return float(value)
 
 
-def _check_host(value: Any) -> Any:
-    if value is not None and not (isinstance(value, str) and value):
-        raise ValueError(f"host is {value!r}: give a name or address of this machine, or None")
-    return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
+def _check_host(name: str, kind: str) -> Callable[[Any], Any]:
+    """Returns a check of the option of this name, a host of this kind."""
 
+    def check(value: Any) -> Any:
+        if value is not None and not (isinstance(value, str) and value):
+            raise ValueError(f"{name} is {value!r}: give {kind}, or None")
+        return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
 
-def _check_advertised_host(value: Any) -> Any:
-    if value is not None and not (isinstance(value, str) and value):
-        raise ValueError(f"advertised_host is {value!r}: give a name or address, or None")
-    return value.removeprefix("[").removesuffix("]") if value else value
+    return check
 
 
 def _check_insecure(value: Any) -> Any:
@@ -339,6 +379,38 @@ def _check_transports(value: Any) -> Any:
     return names
 
 
+def _check_pickler(value: Any) -> str:
+    """Returns the name of a pickler that can be used here.
+
+    Raises:
+        ValueError: there is none of this name.
+        RpcError: its package is not installed.
+    """
+    if value not in PICKLERS:
+        raise ValueError(f"pickler is {value!r}: give one of {PICKLERS}")
+    if value == BY_VALUE:
+        try:
+            import_module(BY_VALUE)
+        except ImportError as error:
+            raise RpcError(f"pickler={value!r} needs cloudpickle: pip install cloudpickle ({error})") from error
+    return str(value)
+
+
+def otel_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether GRADWIRE_OTEL is 1. Raises ValueError if it is neither that nor 0."""
+    text = environment.get(OTEL_VARIABLE, "")
+    if text not in {"", "0", "1"}:
+        raise ValueError(f"{OTEL_VARIABLE} is {text!r}: give 1 or 0")
+    return text == "1"
+
+
+def _check_otel(value: Any) -> Any:
+    """Returns the value of the option. Raises TypeError if it is none."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"otel is {value!r}: give True or False, or None for what {OTEL_VARIABLE} says")
+    return value
+
+
 def _check_threads(value: Any) -> Any:
     if value < 1:
         raise ValueError(f"num_worker_threads is {value!r}: at least 1 is needed")
@@ -359,8 +431,8 @@ def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
 _CHECKS = {
     "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
-    "host": _check_host,
-    "advertised_host": _check_advertised_host,
+    "host": _check_host("host", "a name or address of this machine"),
+    "advertised_host": _check_host("advertised_host", "a name or address"),
     "ports": lambda value: value if value is None else parse_ports(value, "ports"),
     "insecure": _check_insecure,
     "credentials": _check_credentials,
@@ -371,9 +443,9 @@ _CHECKS = {
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "liveness": _check_kind("liveness", Liveness),
     "policy": _check_kind("policy", Policy),
-    "pickler": check_pickler,
+    "pickler": _check_pickler,
     "view": lambda value: value if value is None else _check_kind("view", View)(value),
-    "otel": check_otel,
+    "otel": _check_otel,
     "busy_poll": _check_busy_poll,
     "flow_control": _check_kind("flow_control", FlowControlOptions),
     "device_maps": checked_device_maps,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from .arguments import check_counts
+
 __all__ = ["Accepts", "Policy"]
 
 Accepts = Literal["anything", "exposed", "plain"]
@@ -61,10 +63,7 @@ class Policy:
                 raise TypeError(f"callers has {worker!r}: {policy!r}: give a rpc.Policy by the name of a worker")
             if policy.callers:
                 raise ValueError(f"callers has a policy for {worker!r} that has callers itself: give them here")
-        for option in ("max_depth", "max_operations"):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option} is {value!r}: give a whole number, at least 1")
+        check_counts(self, "max_depth", "max_operations")
         if self.max_depth > MAX_DEPTH:
             raise ValueError(f"max_depth is {self.max_depth}: give {MAX_DEPTH} at most")
 

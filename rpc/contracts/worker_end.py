@@ -1,20 +1,28 @@
 """How a worker ended, as it says in its goodbye or as others conclude from the end of its connection."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import current_process, parent_process
+from types import CodeType
 from typing import Self, final
 
 from ...errors import LossCause, WorkerLostError
 from ...net.security import printable
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
-from .child_process import error_of_child
 
-__all__ = ["PROCESS_ENDED", "SHUT_DOWN", "WorkerEnd", "last_uncaught_error"]
+__all__ = ["PROCESS_ENDED", "SHUT_DOWN", "WorkerEnd", "last_uncaught_error", "noting_error_of_child"]
 
 MAX_REASON = 500
 """Characters of a reason at most: it may come from another worker, and goes into log lines."""
 
+TOOL_IDS = (4, 3)
+"""Numbers of `sys.monitoring` that it reserves for nobody, in the order in which they are tried."""
+
+_errors_of_child: list[BaseException] = []
+"""What the function of this process has raised: one error at most."""
 
 _KINDS = {
     LossCause.SHUTDOWN: agent_pb2.Departure.SHUTDOWN,
@@ -75,7 +83,7 @@ class WorkerEnd:
             stale: the result of `last_uncaught_error` while the program still ran; that error did not end it.
         """
         # Until Python 3.12, children of multiprocessing end while their exception is handled; a script after that.
-        error = sys.exception() or error_of_child()
+        error = sys.exception() or next(iter(_errors_of_child), None)
         last = last_uncaught_error()
         if error is None and last is not stale and not hasattr(sys, "ps1"):  # in a prompt, errors end nothing
             error = last
@@ -98,6 +106,35 @@ def last_uncaught_error() -> BaseException | None:
     """Returns the uncaught exception that Python printed last, which it does before the hooks of atexit run."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
+
+
+@contextmanager
+def noting_error_of_child() -> Iterator[None]:
+    """Context manager: notes what the function of this process raises, if that is a child of multiprocessing.
+
+    Its exit handlers run while the exception is handled, and find it by `sys.exception()`. From Python 3.13 on it
+    is gone by then.
+    """
+    if sys.version_info >= (3, 13) and parent_process() is not None:
+        run: CodeType | None = getattr(type(current_process()).run, "__code__", None)
+        tool = next((number for number in TOOL_IDS if sys.monitoring.get_tool(number) is None), None)
+        if run is not None and tool is not None:
+
+            def on_unwind(code: CodeType, _offset: int, error: BaseException) -> None:
+                if code is run:
+                    _errors_of_child[:] = [error]
+
+            sys.monitoring.use_tool_id(tool, "gradwire")
+            sys.monitoring.register_callback(tool, sys.monitoring.events.PY_UNWIND, on_unwind)
+            sys.monitoring.set_events(tool, sys.monitoring.events.PY_UNWIND)
+            try:
+                yield
+            finally:
+                sys.monitoring.set_events(tool, sys.monitoring.events.NO_EVENTS)
+                sys.monitoring.register_callback(tool, sys.monitoring.events.PY_UNWIND, None)
+                sys.monitoring.free_tool_id(tool)
+            return
+    yield
 
 
 SHUT_DOWN = WorkerEnd(LossCause.SHUTDOWN, "it has shut down")

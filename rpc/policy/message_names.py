@@ -4,7 +4,7 @@ import builtins
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from enum import Flag
+from enum import Enum, Flag
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
@@ -17,17 +17,15 @@ from ... import errors
 from ...errors import rebuild_exception
 from ...proto.v1 import agent_pb2
 from ..contracts.exposure import Exposure, MethodGuard, exposure_of
-from ..contracts.pickler import BY_VALUE
+from ..contracts.options import BY_VALUE
 from ..contracts.policy import Policy
 from ..wire import script, small_tensors, unpickling
+from ..wire.strides import MAX_DIMENSIONS
 from ..wire.unpickling import as_parameter
 from .pickle_machine import GETATTR, MALFORMED, Made, Name, RefusedValueError
 from .python_errors import check_error_arguments, check_error_state
 
 __all__ = ["MessageNames", "find_exposure", "is_method_exposed", "show"]
-
-MAX_DIMENSIONS = 64
-"""The most dimensions of a small tensor."""
 
 MAX_NAME_CHARS = 2000
 """Characters of a module and a qualified name. Each of its parts takes a step to look up."""
@@ -135,7 +133,7 @@ class MessageNames:
         if not isinstance(target, Name):
             cls = type(target)
             self._begin_to_run(Name(cls.__module__, f"{cls.__qualname__}.{name}"))
-            self._guard.check_method(target, name)
+            self._guard(target, name)
             return getattr(target, name)
         self._note_use(target)
         module, prefix = target.module, f"{target.name}."
@@ -317,16 +315,10 @@ def _make_number(*args: Any) -> complex:
     return complex(*args)
 
 
-def _make_cause(number: Any) -> errors.LossCause:
+def _make_member(kind: type[Enum], number: Any) -> Enum:
     if type(number) is not int:
-        raise TypeError("a LossCause has a number")
-    return errors.LossCause(number)
-
-
-def _make_outcome(number: Any) -> errors.Outcome:
-    if type(number) is not int:
-        raise TypeError("an Outcome has a number")
-    return errors.Outcome(number)
+        raise TypeError(f"{kind.__name__} has a number")
+    return kind(number)
 
 
 def _make_range(kind: type, *args: Any) -> Any:
@@ -369,8 +361,8 @@ _MAKERS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "range"): partial(_make_range, range),
     ("builtins", "slice"): partial(_make_range, slice),
     ("collections", "OrderedDict"): _make_ordered_dict,
-    (errors.__name__, "LossCause"): _make_cause,
-    (errors.__name__, "Outcome"): _make_outcome,
+    (errors.__name__, "LossCause"): partial(_make_member, errors.LossCause),
+    (errors.__name__, "Outcome"): partial(_make_member, errors.Outcome),
     ("torch", "Size"): _make_size,
     ("torch", "device"): _make_device,
     ("torch.serialization", "_get_layout"): _make_layout,

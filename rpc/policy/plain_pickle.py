@@ -17,6 +17,9 @@ __all__ = ["read_plain_pickle"]
 PROTOCOLS = range(2, 6)
 STOP = ord(".")
 
+Operation = Callable[[PickleMachine], None]
+"""What an opcode does."""
+
 
 def read_plain_pickle(data: Buffer, names: NameResolver, max_depth: int, max_operations: int) -> Any:
     """Returns the value of a pickle.
@@ -56,11 +59,11 @@ def _mark(machine: PickleMachine) -> None:
     machine.marks.append(len(machine.stack))
 
 
-def _push(value: object) -> Callable[[PickleMachine], None]:
+def _push(value: object) -> Operation:
     return lambda machine: machine.stack.append(value)
 
 
-def _push_new(kind: Callable[[], Any]) -> Callable[[PickleMachine], None]:
+def _push_new(kind: Callable[[], Any]) -> Operation:
     return lambda machine: machine.stack.append(Node(kind()))
 
 
@@ -68,7 +71,7 @@ def _byte(machine: PickleMachine) -> None:
     machine.stack.append(machine.byte())
 
 
-def _unsigned(count: int) -> Callable[[PickleMachine], None]:
+def _unsigned(count: int) -> Operation:
     return lambda machine: machine.stack.append(machine.number(count))
 
 
@@ -76,7 +79,7 @@ def _signed(machine: PickleMachine) -> None:
     machine.stack.append(int.from_bytes(machine.read(4), "little", signed=True))
 
 
-def _long(count: int) -> Callable[[PickleMachine], None]:
+def _long(count: int) -> Operation:
     return lambda machine: machine.stack.append(
         int.from_bytes(machine.read(machine.number(count)), "little", signed=True)
     )
@@ -90,48 +93,22 @@ def _short_text(machine: PickleMachine) -> None:
     machine.stack.append(str(machine.read(machine.byte()), "utf-8", "surrogatepass"))
 
 
-def _text(count: int) -> Callable[[PickleMachine], None]:
+def _text(count: int) -> Operation:
     return lambda machine: machine.stack.append(str(machine.read(machine.number(count)), "utf-8", "surrogatepass"))
 
 
-def _bytes(count: int) -> Callable[[PickleMachine], None]:
-    return lambda machine: machine.stack.append(bytes(machine.read(machine.number(count))))
+def _bytes(count: int, kind: type[bytes | bytearray] = bytes) -> Operation:
+    return lambda machine: machine.stack.append(kind(machine.read(machine.number(count))))
 
 
-def _bytearray(machine: PickleMachine) -> None:
-    machine.stack.append(bytearray(machine.read(machine.number(8))))
+def _with_last(count: int, use: Callable[[PickleMachine, int], None]) -> Operation:
+    """Returns the operation that uses so many items at the top of the stack."""
+    return lambda machine: use(machine, len(machine.stack) - count)
 
 
-def _tuple_of(count: int) -> Callable[[PickleMachine], None]:
-    return lambda machine: machine.take_tuple(len(machine.stack) - count)
-
-
-def _tuple(machine: PickleMachine) -> None:
-    machine.take_tuple(machine.marks.pop())
-
-
-def _append(machine: PickleMachine) -> None:
-    machine.extend(len(machine.stack) - 1)
-
-
-def _appends(machine: PickleMachine) -> None:
-    machine.extend(machine.marks.pop())
-
-
-def _set_item(machine: PickleMachine) -> None:
-    machine.set_items(len(machine.stack) - 2)
-
-
-def _set_items(machine: PickleMachine) -> None:
-    machine.set_items(machine.marks.pop())
-
-
-def _add_items(machine: PickleMachine) -> None:
-    machine.add_items(machine.marks.pop())
-
-
-def _frozenset(machine: PickleMachine) -> None:
-    machine.take_frozenset(machine.marks.pop())
+def _from_mark(use: Callable[[PickleMachine, int], None]) -> Operation:
+    """Returns the operation that uses the items from the last mark on."""
+    return lambda machine: use(machine, machine.marks.pop())
 
 
 def _memoize(machine: PickleMachine) -> None:
@@ -185,7 +162,7 @@ def _build(machine: PickleMachine) -> None:
     node.set_state(node.value, state)
 
 
-_OPERATIONS: Mapping[int, Callable[[PickleMachine], None]] = {
+_OPERATIONS: Mapping[int, Operation] = {
     0x80: _protocol,
     0x95: _frame,
     ord("("): _mark,
@@ -204,21 +181,21 @@ _OPERATIONS: Mapping[int, Callable[[PickleMachine], None]] = {
     ord("C"): _bytes(1),
     ord("B"): _bytes(4),
     0x8E: _bytes(8),
-    0x96: _bytearray,
+    0x96: _bytes(8, bytearray),
     ord(")"): _push(()),
-    0x85: _tuple_of(1),
-    0x86: _tuple_of(2),
-    0x87: _tuple_of(3),
-    ord("t"): _tuple,
+    0x85: _with_last(1, PickleMachine.take_tuple),
+    0x86: _with_last(2, PickleMachine.take_tuple),
+    0x87: _with_last(3, PickleMachine.take_tuple),
+    ord("t"): _from_mark(PickleMachine.take_tuple),
     ord("]"): _push_new(list),
-    ord("a"): _append,
-    ord("e"): _appends,
+    ord("a"): _with_last(1, PickleMachine.extend),
+    ord("e"): _from_mark(PickleMachine.extend),
     ord("}"): _push_new(dict),
-    ord("s"): _set_item,
-    ord("u"): _set_items,
+    ord("s"): _with_last(2, PickleMachine.set_items),
+    ord("u"): _from_mark(PickleMachine.set_items),
     0x8F: _push_new(set),
-    0x90: _add_items,
-    0x91: _frozenset,
+    0x90: _from_mark(PickleMachine.add_items),
+    0x91: _from_mark(PickleMachine.take_frozenset),
     0x94: _memoize,
     ord("h"): _get_early,
     ord("j"): _get,

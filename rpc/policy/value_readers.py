@@ -4,14 +4,15 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from functools import partial
+from typing import Any, final
 
 import torch
 
 from ...errors import PolicyError, SerializationError
 from ...net.security import Audit
 from ..contracts.messages import Buffer, Incoming
-from ..contracts.pickler import BY_VALUE, SEND_CODE
+from ..contracts.options import BY_VALUE, SEND_CODE
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
@@ -20,27 +21,7 @@ from .message_names import MessageNames, is_method_exposed, show
 from .pickle_machine import MALFORMED, RefusedValueError
 from .plain_pickle import read_plain_pickle
 
-__all__ = ["PickleReader", "RestrictedReader", "ValueReader", "make_reader"]
-
-
-class ValueReader(Protocol):
-    """Returns the values of messages, and of pickles inside them."""
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """How many messages were refused, by the name of their sender."""
-
-    def read(self, message: Incoming) -> Any:
-        """Returns the value of a message.
-
-        Raises:
-            PolicyError: the policy does not accept it; nothing of it has run.
-            SerializationError: this worker has not got what it names.
-            Exception: whatever unpickling the value raises.
-        """
-
-    def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
-        """Returns the value of a pickle without tensors from a worker. Raises as `read` does."""
+__all__ = ["PickleReader", "RestrictedReader", "make_reader"]
 
 
 @final
@@ -54,7 +35,7 @@ class PickleReader:
         self._me = me
 
     def read(self, message: Incoming) -> Any:
-        """Returns the value of a message."""
+        """Returns the value of a message: see `RestrictedReader.read`."""
         try:
             if not message.tensors and not message.references:
                 return pickle.loads(message.body)
@@ -92,14 +73,20 @@ class RestrictedReader:
             return dict(self._refused)
 
     def read(self, message: Incoming) -> Any:
-        """Returns the value of a message."""
+        """Returns the value of a message.
+
+        Raises:
+            PolicyError: the policy does not accept it; nothing of it has run.
+            SerializationError: this worker has not got what it names.
+            Exception: whatever unpickling the value raises.
+        """
         try:
             return self._read(message.source, message.body, message.tensors, message.references)
         except (AttributeError, ImportError) as error:
             raise _not_found(error, self._me) from error
 
     def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
-        """Returns the value of a pickle without tensors."""
+        """Returns the value of a pickle without tensors. Raises as `read` does."""
         return self._read(source, memoryview(data), (), ())
 
     def _read(
@@ -112,7 +99,7 @@ class RestrictedReader:
         policy = self._policy.of(source.name)
         if policy.accepts == "anything" or source.wire_id == self._me.wire_id:
             return unpickle(data, tensors, references)
-        names = MessageNames(policy, _Guard(self, policy, source), tensors, references)
+        names = MessageNames(policy, partial(self._check_method, policy, source), tensors, references)
         try:
             return read_plain_pickle(data, names, policy.max_depth, policy.max_operations)
         except RefusedValueError as refusal:
@@ -123,43 +110,30 @@ class RestrictedReader:
             if names.has_run:  # it may be the error of an exposed class
                 raise
             name, problem = "", f"{MALFORMED}: {type(error).__name__}: {show(str(error))}"
-        raise self.refuse(source, name, problem)
+        raise self._refusal(source, name, problem)
 
-    def refuse(self, source: WorkerInfo, name: str, problem: str) -> PolicyError:
+    def _check_method(self, policy: Policy, source: WorkerInfo, value: object, name: str) -> None:
+        """Raises PolicyError if a worker may not call this method, or read this attribute, of a value."""
+        if is_method_exposed(policy, value, name):
+            return
+        full = f"{type(value).__module__}.{type(value).__qualname__}.{name}"
+        raise self._refusal(
+            source,
+            full,
+            f"it uses {show(full)}, which is not exposed: decorate the method or its class with rpc.expose, or "
+            "list it in `exposed` of the rpc.Policy in this worker's RpcBackendOptions",
+        )
+
+    def _refusal(self, source: WorkerInfo, name: str, problem: str) -> PolicyError:
         """Counts and records a message that is refused; returns the error to raise.
 
-        Args:
-            source: its sender.
-            name: the function, class or method that is refused, if it is one.
-            problem: what is wrong with the message.
+        `name` is that of the function, class or method that is refused, if it is one.
         """
         name = show(name)[1:-1]
         with self._lock:
             self._refused[source.name] += 1
         self._audit.deny("policy", problem, worker=source.name)
         return PolicyError(self._me.name, source.name, name, problem)
-
-
-@final
-class _Guard:
-    """Checks which methods of values one worker may call. A MethodGuard."""
-
-    def __init__(self, reader: RestrictedReader, policy: Policy, source: WorkerInfo) -> None:
-        self._reader = reader
-        self._policy = policy
-        self._source = source
-
-    def check_method(self, value: object, name: str) -> None:
-        """Raises PolicyError if the worker may not call this method, or read this attribute, of a value."""
-        if is_method_exposed(self._policy, value, name):
-            return
-        full = f"{type(value).__module__}.{type(value).__qualname__}.{name}"
-        raise self._reader.refuse(
-            self._source,
-            full,
-            f"it uses {show(full)}, which is not exposed: decorate the method or its class with rpc.expose, or "
-            "list it in `exposed` of the rpc.Policy in this worker's RpcBackendOptions",
-        )
 
 
 def _not_found(error: AttributeError | ImportError, me: WorkerInfo) -> SerializationError:
@@ -179,12 +153,6 @@ def _not_found(error: AttributeError | ImportError, me: WorkerInfo) -> Serializa
     )
 
 
-def make_reader(me: WorkerInfo, policy: Policy, audit: Audit | None = None) -> ValueReader:
-    """Returns what reads the messages of one worker.
-
-    Args:
-        me: the worker.
-        policy: its policy.
-        audit: records what is refused; by default one of its own.
-    """
+def make_reader(me: WorkerInfo, policy: Policy, audit: Audit | None = None) -> PickleReader | RestrictedReader:
+    """Returns what reads the messages of one worker. By default it records in a log of its own what is refused."""
     return RestrictedReader(me, policy, audit or Audit(me.name)) if policy.restricts else PickleReader(me)

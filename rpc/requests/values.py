@@ -15,8 +15,7 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..policy.value_readers import make_reader
 from ..wire.failures import decode_failure, encode_failure
-from ..wire.picklers import dumps
-from ..wire.pickling import Packed, Packer
+from ..wire.pickling import Packed, Packer, dumps
 from ..wire.tensors import UnmappedDeviceError
 
 __all__ = ["Values"]
@@ -41,7 +40,7 @@ class Values:
         self._audit = audit
         self._reader = make_reader(me, options.policy, audit)
         self.unpack = self._reader.read
-        """Returns the value of a message: see `ValueReader.read`."""
+        """Returns the value of a message: see `RestrictedReader.read`."""
         self._dumps = partial(dumps, packer.pickler)
 
     def pack(

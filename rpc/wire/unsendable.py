@@ -6,7 +6,7 @@ from types import FunctionType
 
 from ...errors import SerializationError
 from ...torch_internals import AnyFuture
-from ..contracts.pickler import BY_NAME, SEND_CODE
+from ..contracts.options import BY_NAME, SEND_CODE
 
 __all__ = ["explain_failure"]
 

@@ -12,7 +12,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, Request
-from gradwire.rpc.contracts.otel import otel_from_environment
+from gradwire.rpc.contracts.options import otel_from_environment
 from gradwire.tracing.call_spans import CallSpans
 from gradwire.tracing.trace_fields import MAX_FIELDS, MAX_FIELDS_BYTES, add_fields, read_fields
 from hypothesis import given

@@ -21,8 +21,8 @@ from typing import final
 from ....c10d.groups.membership import GroupSpec
 from ....c10d.torch_types import TorchStore
 from ....errors import GroupAbortedError
-from ...contracts.collective_options import BroadcastOptions
 from ...contracts.control import ControlMessages
+from ...contracts.options import BroadcastOptions
 from ...contracts.worker import WorkerInfo
 from ..shared_memory.broadcast import SegmentBroadcast
 from ..shared_memory.memory import SharedMemory
