@@ -15,7 +15,7 @@ from ..execution.futures import as_concurrent_future
 from ..execution.script_functions import run_script_function
 from ..functions import ASYNC_MARK
 from ..profiling.extension import run_profiled
-from ..wire.tracebacks import user_traceback
+from ..wire.failures import user_traceback
 
 __all__ = ["Calls", "log_failure", "run_function"]
 

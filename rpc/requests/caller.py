@@ -27,7 +27,7 @@ from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
-from ..contracts.devices import NO_DEVICES, DeviceMap
+from ..contracts.devices import NO_DEVICES, DeviceMap, device_map_to_proto
 from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
 from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
@@ -38,7 +38,6 @@ from ..execution.futures import Future
 from ..execution.kept_errors import copy_error
 from ..peers.flow_control import Waiter
 from ..peers.peer import Peer
-from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
 from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State

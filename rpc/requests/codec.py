@@ -11,14 +11,13 @@ from ..channels.cuda.staging import DeviceStaging
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
 from ..contracts.device_payloads import DeviceBuffer
-from ..contracts.devices import NO_DEVICES, DeviceMap
+from ..contracts.devices import NO_DEVICES, DeviceMap, device_map_of_answer
 from ..contracts.messages import Buffer, Incoming, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..peers.control import ControlStreams
 from ..peers.peer import Peer
 from ..peers.traffic import INLINE
-from ..wire.device_maps import device_map_of_answer
 from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.pickling import Packed
 from ..wire.tensors import decode_tensors, encode_tensors

@@ -19,7 +19,7 @@ from ..contracts.messages import Incoming, MessageType
 __all__ = ["StreamProducer", "iterator_of"]
 
 USER_CODE_CALLERS = ("_next_item", "step")
-"""The functions here that call users' code, for `rpc.wire.tracebacks`."""
+"""The functions here that call users' code, for `rpc.wire.failures`."""
 
 log = logging.getLogger(__name__)
 

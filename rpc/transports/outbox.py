@@ -8,7 +8,7 @@ from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..wire.attached import embed
-from ..wire.framing import bytes_field
+from ..wire.parsing import bytes_field
 from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
 

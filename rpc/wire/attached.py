@@ -10,7 +10,7 @@ from typing import Final, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
-from .framing import bytes_field
+from .parsing import bytes_field
 
 __all__ = ["ALIGNMENT", "AttachedReader", "embed", "find_misplaced"]
 

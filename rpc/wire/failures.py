@@ -1,8 +1,16 @@
-"""Exceptions in messages: the caller gets the exception itself where it can be rebuilt, else its text."""
+"""Exceptions in messages: the caller gets the exception itself where it can be rebuilt, else its text.
+
+Tracebacks of users' functions are shown without the frames of gradwire above them. A module that calls users'
+functions lists the names of the functions that do so in its constant `USER_CODE_CALLERS`. A traceback is shown
+from below the last frame of such a function. An error that gradwire itself raised has no such frame, and is shown
+as it is.
+"""
 
 import pickle
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -11,9 +19,8 @@ from ...errors import RemoteError, RemoteUnpicklableError, rebuild_exception
 from ...net.security import printable, printable_lines
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import copy_error, is_plain, text_of
-from .tracebacks import format_error
 
-__all__ = ["decode_failure", "encode_failure", "with_traceback_as_text"]
+__all__ = ["decode_failure", "encode_failure", "format_error", "user_traceback", "with_traceback_as_text"]
 
 MAX_TEXT_CHARS = 256 * 1024
 """Characters of an error's text or traceback that are sent; the middle of a longer one is cut out."""
@@ -23,6 +30,10 @@ MAX_PROBLEM_CHARS = 2000
 
 MAX_SHOWN_CHARS = 2 * MAX_TEXT_CHARS
 """Characters of a text that has been received, and may have been sent by something else."""
+
+
+_INTERNAL_PACKAGES = (__name__.partition(".")[0], "asyncio")
+"""Packages whose frames may be above those of users' functions."""
 
 
 def encode_failure(error: BaseException, dump: Callable[[object], bytes] = pickle.dumps) -> bytes:
@@ -112,3 +123,24 @@ def _shorten(text: str) -> str:
         return text
     omitted = len(text) - MAX_TEXT_CHARS
     return f"{text[: MAX_TEXT_CHARS // 2]}\n… {omitted} characters …\n{text[-MAX_TEXT_CHARS // 2 :]}"
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """Returns the traceback of an error from the user's function on; None if the call itself raised the error."""
+    found = error.__traceback__
+    each = found
+    while each is not None and _is_internal(each):
+        if each.tb_frame.f_code.co_name in each.tb_frame.f_globals.get("USER_CODE_CALLERS", ()):
+            found = each.tb_next
+        each = each.tb_next
+    return found
+
+
+def format_error(error: BaseException) -> str:
+    """Returns what Python prints of an uncaught error, with `user_traceback`."""
+    return "".join(traceback.format_exception(type(error), error, user_traceback(error)))
+
+
+def _is_internal(each: TracebackType) -> bool:
+    name = each.tb_frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and name.partition(".")[0] in _INTERNAL_PACKAGES

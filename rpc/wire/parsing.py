@@ -1,21 +1,23 @@
-"""Parses what peers send, after a look at how much memory that takes.
+"""Protobuf's wire format by hand: a look at what peers send, before it is parsed, and prefixes of fields.
 
 An empty message takes 2 bytes on the wire and about 110 in memory, a number of a packed field 1 and 16. So 16 MiB
 of hostile bytes can take 0.9 GB. The functions here walk through the tags and lengths of serialized messages
 before protobuf allocates anything. Small messages, which cannot take much, are parsed at once.
+
+Source: the encoding page of the Protocol Buffers documentation.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from ...proto.v1 import agent_pb2
 
 __all__ = [
     "MAX_PARSED_BYTES",
     "SMALL_BYTES",
+    "bytes_field",
     "check_envelope",
     "parse_chunks",
     "parse_envelope",
@@ -23,6 +25,8 @@ __all__ = [
     "parse_frame",
     "parse_hello",
 ]
+
+M = TypeVar("M", bound=Message)
 
 SMALL_BYTES = 1 << 10
 """Bytes of the largest message that is parsed without a look at it: it takes 60 KiB at most."""
@@ -63,7 +67,7 @@ _MAX_VARINT_BYTES = 10
 _LONG_NUMBER = "a number of more than ten bytes"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""The wire types, by the encoding page of the Protocol Buffers documentation."""
+"""The wire types."""
 
 _OPAQUE = (_FIELD_BYTES, 0)
 """What is known of other fields: they take no more than their bytes."""
@@ -103,23 +107,23 @@ def parse_frame(data: bytes) -> tuple[agent_pb2.Frame, int]:
 
 def parse_chunks(data: bytes) -> agent_pb2.Chunks:
     """Returns chunks of payloads. Raises DecodeError if they are none, or too many."""
-    if len(data) > SMALL_BYTES:
-        _walk(data, 0, len(data), _CHUNKS, MAX_CHUNKS_BYTES)
-    return agent_pb2.Chunks.FromString(data)
+    return _parse(agent_pb2.Chunks, data, MAX_CHUNKS_BYTES)
 
 
 def parse_events(data: bytes) -> agent_pb2.ProfileEvents:
     """Returns the events of a profile. Raises DecodeError if they are none, or take too much memory."""
-    if len(data) > SMALL_BYTES:
-        _walk(data, 0, len(data), _EVENTS, MAX_EVENTS_BYTES)
-    return agent_pb2.ProfileEvents.FromString(data)
+    return _parse(agent_pb2.ProfileEvents, data, MAX_EVENTS_BYTES)
 
 
 def parse_hello(data: bytes) -> agent_pb2.Hello:
     """Returns the hello of a stream. Raises DecodeError if it is none, or takes too much memory."""
+    return _parse(agent_pb2.Opening, data, MAX_HELLO_BYTES).hello
+
+
+def _parse(kind: type[M], data: bytes, max_bytes: int) -> M:
     if len(data) > SMALL_BYTES:
-        _walk(data, 0, len(data), _OPENING, MAX_HELLO_BYTES)
-    return agent_pb2.Opening.FromString(data).hello
+        _walk(data, 0, len(data), _TABLES[kind.DESCRIPTOR.full_name], max_bytes)
+    return kind.FromString(data)
 
 
 def _walk(  # noqa: PLR0912, PLR0915 - short numbers are read here: functions would be called for each field
@@ -223,16 +227,22 @@ def _table_of(message: Descriptor, tables: dict[str, _Table]) -> _Table:
     return table
 
 
-def _tables() -> Mapping[str, _Table]:
-    tables: dict[str, _Table] = {}
-    for message in (agent_pb2.Frame, agent_pb2.Chunks, agent_pb2.Opening, agent_pb2.ProfileEvents):
-        _table_of(message.DESCRIPTOR, tables)
-    return tables
+def bytes_field(number: int, length: int) -> bytes:
+    """Returns tag and length of a field of bytes, which follow: a message object would copy these once more."""
+    return _encoded(number << 3 | _BYTES) + _encoded(length)
 
 
-_TABLES = _tables()
+def _encoded(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+_TABLES: dict[str, _Table] = {}
+for _kind in (agent_pb2.Frame, agent_pb2.Chunks, agent_pb2.Opening, agent_pb2.ProfileEvents):
+    _table_of(_kind.DESCRIPTOR, _TABLES)
 _FRAME = _TABLES[agent_pb2.Frame.DESCRIPTOR.full_name]
 _ENVELOPE = _TABLES[agent_pb2.Envelope.DESCRIPTOR.full_name]
-_CHUNKS = _TABLES[agent_pb2.Chunks.DESCRIPTOR.full_name]
-_EVENTS = _TABLES[agent_pb2.ProfileEvents.DESCRIPTOR.full_name]
-_OPENING = _TABLES[agent_pb2.Opening.DESCRIPTOR.full_name]

@@ -2,9 +2,15 @@
 
 Both travel beside the pickle, by index: tensors so that their bytes are copied as seldom as possible, references
 so that the receiver can count them even if it cannot unpickle the value. `value_readers` is the other direction.
+
+The pickler is Python's own, or cloudpickle's, by the option `pickler`. cloudpickle writes ordinary pickles. It
+names functions and classes that can be imported, as Python's does, and writes the code of others: of lambdas, of
+functions inside functions, and of the program's `__main__`.
 """
 
+import copyreg
 import io
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,17 +23,21 @@ from torch import nn
 from ...errors import SerializationError
 from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.pickler import BY_NAME
-from .one_tensor import pickle_small
-from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
+from ..contracts.options import BY_NAME, BY_VALUE
 from .script import reduce_script_function, reduce_script_module
 from .shared_tensors import storage_addresses
-from .small_tensors import MAX_SMALL_BYTES, SMALL_TENSOR_COST_BYTES, reduce_small
+from .small_tensors import MAX_SMALL_BYTES, SMALL_TENSOR_COST_BYTES, pickle_small, reduce_small
 from .tensors import check_all_sendable, check_sendable
-from .unpickling import ONE_TENSOR, parameter_placeholder, reference_placeholder, tensor_placeholder
+from .unpickling import (
+    ONE_TENSOR,
+    PICKLE_PROTOCOL,
+    parameter_placeholder,
+    reference_placeholder,
+    tensor_placeholder,
+)
 from .unsendable import explain_failure
 
-__all__ = ["Packed", "Packer"]
+__all__ = ["Packed", "Packer", "dumps"]
 
 SMALL_BODY_BYTES = 8 << 10
 """Bytes of a pickle that has few objects, whatever they are."""
@@ -229,14 +239,14 @@ class _Extractor:
         self._stream = io.BytesIO()
         table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
-        table.fallbacks = fallback_reducers(pickler)
+        table.fallbacks = _fallback_reducers(pickler)
         table.finders = finders
         table[torch.Tensor] = self._reduce_tensor
         table[nn.Parameter] = self._reduce_parameter
         for reference_type in reference_types:
             table[reference_type] = self._reduce_reference
-        self._pickler = make_pickler(pickler, self._stream, table)
-        self._reset_pickler = resetter(self._pickler)
+        self._pickler = _make_pickler(pickler, self._stream, table)
+        self._reset_pickler = _resetter(self._pickler)
 
     def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
         """Pickles a value.
@@ -371,3 +381,52 @@ def _set_attributes(parameter: torch.Tensor, attributes: Mapping[str, Any]) -> N
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),)
+
+
+def _class_of(name: str) -> type[pickle.Pickler]:
+    """Returns the class of the pickler that the option `pickler` names."""
+    if name != BY_VALUE:
+        return pickle.Pickler
+    import cloudpickle
+
+    found: type[pickle.Pickler] = cloudpickle.Pickler
+    return found
+
+
+def _make_pickler(name: str, stream: io.BytesIO, reducers: Mapping[type, Reducer]) -> pickle.Pickler:
+    """Returns a new pickler that writes to a stream, with these reducers by class."""
+    kind = _class_of(name)
+    # cloudpickle's has an attribute `dispatch_table`, which the constructor in C reads, and nothing else does.
+    pickler = kind.__new__(kind)
+    pickler.dispatch_table = reducers
+    kind.__init__(pickler, stream, protocol=PICKLE_PROTOCOL)
+    return pickler
+
+
+def _resetter(pickler: pickle.Pickler) -> Callable[[], None]:
+    """Returns a function that makes a pickler ready for another value."""
+    # cloudpickle's: the namespaces of the functions of one value, by the ids of what may be gone by now.
+    namespaces: dict[int, Any] | None = getattr(pickler, "globals_ref", None)
+    if namespaces is None:
+        return pickler.clear_memo
+
+    def reset() -> None:
+        pickler.clear_memo()
+        namespaces.clear()
+
+    return reset
+
+
+def _fallback_reducers(name: str) -> Mapping[type, Reducer]:
+    """Returns the reducers of a pickler, by exact class, which apply to classes that messages have none for."""
+    # Those of copyreg are a part of cloudpickle's.
+    return copyreg.dispatch_table if name != BY_VALUE else _class_of(name).dispatch_table
+
+
+def dumps(name: str, value: object) -> bytes:
+    """Returns a pickle of a value with all that is in it: tensors are copied into it, references do not pickle."""
+    if type(value) is tuple and name != BY_VALUE:
+        return pickle.dumps(value, PICKLE_PROTOCOL)
+    stream = io.BytesIO()
+    _make_pickler(name, stream, _fallback_reducers(name)).dump(value)
+    return stream.getvalue()

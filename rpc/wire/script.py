@@ -37,16 +37,12 @@ def reduce_script_function(function: Any) -> tuple[Any, ...]:
     module, _, name = function.qualified_name.removeprefix(_PREFIX).rpartition(".")
     if getattr(sys.modules.get(module), name, None) is function:
         return _import, (module, name)
-    return _load, (save_script(function),)
+    return load_script, (save_script(function),)
 
 
 def reduce_script_module(module: Any) -> tuple[Any, ...]:
     """Returns how to pickle a scripted module with its code, parameters and buffers, as `__reduce__` does."""
-    return _load, (save_script(module),)
-
-
-def _load(data: bytes) -> Any:
-    return load_script(data)
+    return load_script, (save_script(module),)
 
 
 def _import(module: str, name: str) -> Any:

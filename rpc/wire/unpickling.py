@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from ..contracts.messages import Buffer
-from .picklers import PICKLE_PROTOCOL
 
 __all__ = [
     "ONE_TENSOR",
+    "PICKLE_PROTOCOL",
     "as_parameter",
     "parameter_placeholder",
     "reference_placeholder",
     "tensor_placeholder",
     "unpickle",
 ]
+
+PICKLE_PROTOCOL = 5
 
 READ_BYTES = 1 << 16
 """Bytes of a large body that are read at a time: those of one frame of pickle."""

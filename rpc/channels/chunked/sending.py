@@ -11,7 +11,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...transports.grpc_calls import write_frame
 from ...transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, aio
-from ...wire.framing import bytes_field
+from ...wire.parsing import bytes_field
 
 __all__ = ["ChunkSender"]
 

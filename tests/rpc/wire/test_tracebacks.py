@@ -8,8 +8,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import RemoteError
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.wire.failures import decode_failure, encode_failure
-from gradwire.rpc.wire.tracebacks import format_error
+from gradwire.rpc.wire.failures import decode_failure, encode_failure, format_error
 
 from tests.remote_functions import add
 

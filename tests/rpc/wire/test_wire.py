@@ -13,7 +13,7 @@ from gradwire.rpc.contracts.messages import Handler, MessageType, Request
 from gradwire.rpc.transports.handshake import PROTOCOL
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
-from gradwire.rpc.wire.framing import bytes_field
+from gradwire.rpc.wire.parsing import bytes_field
 from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from gradwire.rpc.wire.unpickling import unpickle
