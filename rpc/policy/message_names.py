@@ -1,4 +1,10 @@
-"""Resolves the names in the pickle of a message whose sender may send exposed or plain values only."""
+"""Resolves the names in the pickle of a message whose sender may send exposed or plain values only.
+
+Of exceptions, it accepts those whose parts Python can handle, whatever they are. Most classes keep what they are
+given. Some do more with it, in C. They make tuples of what may be a range of 2**60 numbers, hash it, and take
+numbers for indices: for the text of a UnicodeDecodeError, Python before 3.12.5 reads memory at its `start`,
+wherever that is.
+"""
 
 import builtins
 import sys
@@ -8,8 +14,8 @@ from enum import Enum, Flag
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
-from typing import Any, cast, final
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
+from typing import Any, NamedTuple, cast, final
 
 import torch
 
@@ -22,10 +28,23 @@ from ..contracts.policy import Policy
 from ..wire import script, small_tensors, unpickling
 from ..wire.strides import MAX_DIMENSIONS
 from ..wire.unpickling import as_parameter
-from .pickle_machine import GETATTR, MALFORMED, Made, Name, RefusedValueError
-from .python_errors import check_error_arguments, check_error_state
 
-__all__ = ["MessageNames", "find_exposure", "is_method_exposed", "show"]
+__all__ = [
+    "GETATTR",
+    "MALFORMED",
+    "Made",
+    "MessageNames",
+    "Name",
+    "RefusedValueError",
+    "find_exposure",
+    "is_method_exposed",
+    "show",
+]
+
+GETATTR = ("builtins", "getattr")
+"""Module and name of the function as whose calls methods are pickled."""
+
+MALFORMED = "its pickle is malformed"
 
 MAX_NAME_CHARS = 2000
 """Characters of a module and a qualified name. Each of its parts takes a step to look up."""
@@ -40,6 +59,13 @@ _PACKAGE = errors.__name__.partition(".")[0]
 _OWN_MODULES = (f"{_PACKAGE}.optim.grad_clip", f"{_PACKAGE}.optim.local_optimizer")
 """Modules of gradwire whose functions other workers call, and that this worker need not have imported."""
 
+MAX_POSITION = 1 << 20
+"""The largest line number, and column, of a SyntaxError. Showing it makes as many characters."""
+
+_ATOMS = (type(None), bool, int, float, str, bytes)
+
+_POSITIONS = ("lineno", "offset", "end_lineno", "end_offset")
+
 _MISSING = object()
 _ORIGINAL_NAMES = {"_VariableFunctionsClass": ("torch", ""), "TensorBase": ("torch", "Tensor.")}
 """The module, and prefix of the name, by which `exposed` lists the functions of these classes of torch._C.
@@ -47,21 +73,49 @@ _ORIGINAL_NAMES = {"_VariableFunctionsClass": ("torch", ""), "TensorBase": ("tor
 torch's functions and methods pickle as attributes of them, as `torch.add` does of `_VariableFunctionsClass`."""
 
 
+class RefusedValueError(Exception):
+    """A pickle has what is not accepted, or is malformed. The text says what.
+
+    Attributes:
+        name: the name of the function, class or method that is refused, if it is one.
+    """
+
+    def __init__(self, problem: str, name: str = "") -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+@final
+class Name:
+    """The name of a function, class or constant in a pickle, before it is known what the pickle does with it."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    @property
+    def full(self) -> str:
+        """The module and the qualified name."""
+        return f"{self.module}.{self.name}"
+
+
+class Made(NamedTuple):
+    """A value that MessageNames has made, and what sets its state, if the pickle may do that."""
+
+    value: Any
+    set_state: Callable[[Any, Any], None] | None = None
+
+
 @final
 class MessageNames:
-    """Resolves the names in one message: a NameResolver (pickle_machine.py)."""
+    """Decides what the names in a message stand for. Its methods raise RefusedValueError if it is refused."""
 
     def __init__(
         self, policy: Policy, guard: MethodGuard, tensors: Sequence[torch.Tensor], references: Sequence[Any]
     ) -> None:
-        """Resolves the names in one message.
-
-        Args:
-            policy: for the sender.
-            guard: checks methods, for the sender.
-            tensors: those of the message, by index.
-            references: the same for references.
-        """
+        """Resolves the names in a message with these tensors and references, by the policy for its sender."""
         self.has_run = False
         """Whether an exposed class or function has run."""
         self._policy = policy
@@ -92,7 +146,7 @@ class MessageNames:
 
     def value(self, name: Name) -> Any:
         """Returns what a name stands for as a part of a value: a function, a class or a constant of torch."""
-        self._note_use(name)
+        self._unused.pop(name, None)
         if (constant := _constant(name)) is not None:
             return constant
         if (error_class := _error_class(name)) is not None:
@@ -104,7 +158,7 @@ class MessageNames:
 
     def call(self, name: Name, args: tuple[Any, ...]) -> Made:
         """Returns what a call of what the name stands for makes."""
-        self._note_use(name)
+        self._unused.pop(name, None)
         make = self._makers.get((name.module, name.name))
         if make is None and name.module == "builtins":  # gradwire's own errors pickle without their constructors
             error_class = _error_class(name)
@@ -123,7 +177,7 @@ class MessageNames:
 
     def new(self, name: Name, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Made:
         """Returns a new instance of the class that the name stands for, without its state."""
-        self._note_use(name)
+        self._unused.pop(name, None)
         return self._make_instance(name, args, lambda cls: cls.__new__(cls, *args, **kwargs))
 
     def attribute(self, target: Any, name: Any) -> Any:
@@ -135,7 +189,7 @@ class MessageNames:
             self._begin_to_run(Name(cls.__module__, f"{cls.__qualname__}.{name}"))
             self._guard(target, name)
             return getattr(target, name)
-        self._note_use(target)
+        self._unused.pop(target, None)
         module, prefix = target.module, f"{target.name}."
         if module == "torch._C" and target.name in _ORIGINAL_NAMES:
             module, prefix = _ORIGINAL_NAMES[target.name]
@@ -156,7 +210,10 @@ class MessageNames:
     def _begin_to_run(self, name: Name) -> None:
         """Notes that something exposed is about to run. Raises RefusedValueError if it may not."""
         for unused in self._unused:  # such as the function that is called
-            self._check(unused)
+            key = unused.module, unused.name
+            is_known = key in self._makers or key == GETATTR
+            if not is_known and _constant(unused) is None and _error_class(unused) is None:
+                self._exposure(unused)
         self._unused.clear()
         if self._policy.accepts != "exposed":
             raise RefusedValueError(
@@ -165,16 +222,6 @@ class MessageNames:
                 name.full,
             )
         self.has_run = True
-
-    def _check(self, name: Name) -> None:
-        """Raises RefusedValueError if the policy does not accept a name."""
-        key = name.module, name.name
-        is_known = key in self._makers or key == GETATTR
-        if not is_known and _constant(name) is None and _error_class(name) is None:
-            self._exposure(name)
-
-    def _note_use(self, name: Name) -> None:
-        self._unused.pop(name, None)
 
     def _exposure(self, name: Name) -> Exposure:
         found = find_exposure(self._policy, name.module, name.name)
@@ -204,9 +251,9 @@ class MessageNames:
         name = Name(cls.__module__, cls.__qualname__)
         if _error_class(name) is not cls:
             self._begin_to_run(name)
-        check_error_arguments(cls, args)
+        _check_error_arguments(cls, args)
         rebuilt: Exception = rebuild_exception(cls, args, attributes)
-        check_error_state(rebuilt)
+        _check_error_state(rebuilt)
         return rebuilt
 
 
@@ -329,9 +376,9 @@ def _make_range(kind: type, *args: Any) -> Any:
 
 
 def _make_error(cls: type[Exception], *args: Any) -> Exception:
-    check_error_arguments(cls, args)
+    _check_error_arguments(cls, args)
     error = cls(*args)
-    check_error_state(error)
+    _check_error_state(error)
     return error
 
 
@@ -410,7 +457,7 @@ def _check_arguments(target: Any, args: tuple[Any, ...]) -> None:
         raise RefusedValueError(MALFORMED)  # the members of which it consists take quadratic time
     if issubclass(target, Exception):
         try:
-            check_error_arguments(target, args)
+            _check_error_arguments(target, args)
         except TypeError as error:
             raise RefusedValueError(f"its exception is malformed: {error}") from error
 
@@ -419,9 +466,37 @@ def _check_instance(instance: Any) -> None:
     """Checks an instance of an exposed class once its state has been set."""
     if isinstance(instance, Exception):
         try:
-            check_error_state(instance)
+            _check_error_state(instance)
         except ValueError as error:
             raise RefusedValueError(f"its exception is malformed: {error}") from error
+
+
+def _check_error_arguments(cls: type, args: tuple[Any, ...]) -> None:
+    """Checks arguments of an exception before it is made. Raises TypeError for types that Python never gives."""
+    if issubclass(cls, BaseExceptionGroup) and [type(arg) for arg in args] not in ([str, list], [str, tuple]):
+        raise TypeError("an ExceptionGroup has a text and a list")
+    if len(args) < 2 or not isinstance(getattr_static(cls, "__init__"), WrapperDescriptorType):
+        return  # an exposed class may take what it likes
+    if issubclass(cls, OSError) and not all(type(arg) in _ATOMS for arg in args):  # it hashes the first one
+        raise TypeError("an OSError has numbers and texts")
+    if issubclass(cls, SyntaxError) and not (
+        type(args[1]) is tuple and all(type(part) in _ATOMS for part in args[1])
+    ):
+        raise TypeError("the place of a SyntaxError has numbers and texts")
+
+
+def _check_error_state(error: BaseException) -> None:
+    """Checks the numbers in an exception, once its state is set. Raises ValueError if one is out of range."""
+    if isinstance(error, UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError):
+        data = getattr(error, "object", None)  # of one whose constructor has not run
+        length = len(data) if isinstance(data, str | bytes) else 0
+        if not 0 <= error.start <= length or not 0 <= error.end <= length:
+            raise ValueError(f"positions {error.start} and {error.end} in {length} characters")
+    elif isinstance(error, SyntaxError):
+        for name in _POSITIONS:
+            number = getattr(error, name)
+            if number is not None and (type(number) is not int or abs(number) > MAX_POSITION):
+                raise ValueError(f"{name} of a SyntaxError is no number up to {MAX_POSITION}")
 
 
 def show(text: str) -> str:

@@ -17,8 +17,7 @@ from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
 from ..wire.unpickling import unpickle
-from .message_names import MessageNames, is_method_exposed, show
-from .pickle_machine import MALFORMED, RefusedValueError
+from .message_names import MALFORMED, MessageNames, RefusedValueError, is_method_exposed, show
 from .plain_pickle import read_plain_pickle
 
 __all__ = ["PickleReader", "RestrictedReader", "make_reader"]
@@ -53,13 +52,7 @@ class RestrictedReader:
     """Accepts what the policy for the sender of a message says. Safe to use from any thread."""
 
     def __init__(self, me: WorkerInfo, policy: Policy, audit: Audit) -> None:
-        """Makes the reader of one worker.
-
-        Args:
-            me: the worker, whose messages to itself may have anything.
-            policy: its policy.
-            audit: records what is refused.
-        """
+        """Makes the reader of one worker, whose messages to itself may have anything."""
         self._audit = audit
         self._me = me
         self._policy = policy
