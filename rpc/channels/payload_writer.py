@@ -7,7 +7,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from ..wire.attached import ALIGNMENT
-from ..wire.gathered import Gathered
+from ..wire.tensor_table import Gathered
 from .base import StartTransfer
 from .broadcast.sending import Broadcast
 from .channels import PeerChannels

@@ -27,12 +27,9 @@ def embed(envelope: bytes, attached: Sequence[memoryview]) -> bytes:
 
 
 def find_misplaced(payloads: Iterable[agent_pb2.Payload], nbytes: int, max_payload_bytes: int) -> str:
-    """Returns what is wrong with the attached ones among the payloads of an envelope; empty if nothing is.
+    """Returns what is wrong with the attached ones among all payloads of an envelope; empty if nothing is.
 
-    Args:
-        payloads: all of them.
-        nbytes: how many bytes are attached.
-        max_payload_bytes: of one payload.
+    `nbytes` bytes are attached. One payload may have `max_payload_bytes`.
     """
     places = [(each.attached.offset, each.attached.nbytes) for each in payloads if each.HasField("attached")]
     after = 0

@@ -37,12 +37,7 @@ _INTERNAL_PACKAGES = (__name__.partition(".")[0], "asyncio")
 
 
 def encode_failure(error: BaseException, dump: Callable[[object], bytes] = pickle.dumps) -> bytes:
-    """Returns the body of an ERROR envelope for an exception. Never raises.
-
-    Args:
-        error: the exception.
-        dump: pickles it.
-    """
+    """Returns the body of an ERROR envelope for an exception, which `dump` pickles. Never raises."""
     failure = agent_pb2.RemoteFailure(
         type_name=type(error).__qualname__,
         text=_shorten(text_of(error)),
@@ -60,13 +55,9 @@ def encode_failure(error: BaseException, dump: Callable[[object], bytes] = pickl
 def decode_failure(body: object, worker: str, load: Callable[[bytes], Any] = pickle.loads) -> Exception:
     """Returns the exception to raise at the caller.
 
-    Args:
-        body: what `encode_failure` has returned on the other worker. It is not trusted to be that.
-        worker: the name of the other worker.
-        load: unpickles what is accepted from that worker.
-
-    Returns:
-        The remote exception with a RemoteError as its cause; a RemoteUnpicklableError if it cannot be rebuilt.
+    It is the remote exception with a RemoteError as its cause; a RemoteUnpicklableError if it cannot be rebuilt.
+    The `body` is what `encode_failure` has returned on that worker, but it is not trusted to be that. `load`
+    unpickles what is accepted from it.
     """
     failure = _parse(body)
     text = f"{printable(failure.type_name)}: {printable_lines(failure.text, MAX_SHOWN_CHARS)}"
@@ -96,10 +87,7 @@ def with_traceback_as_text(error: Exception, worker: str) -> Exception:
     """Returns a copy of an error that can be stored: its traceback is text, in a RemoteError as its cause.
 
     A real traceback would keep the frames of the call and of its callers alive, with all of their local variables.
-
-    Args:
-        error: what a function raised on this worker.
-        worker: the name of this worker.
+    `worker` is the name of this worker.
     """
     copied = copy_error(error)
     text = f"{type(error).__qualname__}: {_shorten(text_of(error))}"

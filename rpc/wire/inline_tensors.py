@@ -22,16 +22,11 @@ _MAX_DIMENSIONS = slice(MAX_DIMENSIONS + 1)
 def encode_inline(
     tensors: Sequence[torch.Tensor], leaves: AbstractSet[int], envelope: agent_pb2.Envelope, max_bytes: int
 ) -> int | None:
-    """Puts tensors into an envelope with their elements, if all of them are plain and small.
+    """Puts all tensors of a message, which go to a CPU, into its envelope, if they are plain and small.
 
-    Args:
-        tensors: all tensors of the message, which go to a CPU.
-        leaves: indices of tensors that require grad but arrive as autograd leaves.
-        envelope: that of the message; unchanged if nothing is returned.
-        max_bytes: the bytes that the elements of all tensors may have.
-
-    Returns:
-        The bytes of the elements; None if some tensor is not plain or small, or may share memory with another one.
+    `leaves` are the indices of tensors that require grad but arrive as autograd leaves. Returns the bytes of the
+    elements; None, with the envelope unchanged, if these are more than `max_bytes`, or if some tensor is not plain
+    or may share memory with another one.
     """
     nbytes = 0
     elements: list[bytes] = []
@@ -58,14 +53,10 @@ def encode_inline(
 
 
 def decode_inline(messages: Iterable[agent_pb2.Tensor]) -> tuple[list[torch.Tensor], int] | None:
-    """Returns tensors whose elements are in the envelope, in memory that nothing else uses.
+    """Returns all tensors of an envelope and their bytes, in memory that nothing else uses.
 
-    Args:
-        messages: those of all tensors of the envelope.
-
-    Returns:
-        The tensors, and the bytes of their elements; None if some of them are not plain, or malformed, which
-        `decode_tensors` tells.
+    Returns None if the elements of some are not in the envelope, or if some are not plain, or malformed, which
+    `decode_tensors` tells.
     """
     tensors: list[torch.Tensor] = []
     nbytes = 0

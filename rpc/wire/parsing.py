@@ -77,11 +77,7 @@ _Table = dict[int, Any]
 
 
 def parse_envelope(data: bytes) -> tuple[agent_pb2.Envelope, int]:
-    """Returns an envelope, and the bytes of memory that it takes.
-
-    Raises:
-        DecodeError: the bytes are no envelope, or it takes too much memory.
-    """
+    """Returns an envelope and the bytes of memory it takes. Raises DecodeError if it is none, or too large."""
     nbytes = len(data)
     if nbytes > SMALL_BYTES:
         nbytes += check_envelope(data)
@@ -94,11 +90,7 @@ def check_envelope(data: bytes) -> int:
 
 
 def parse_frame(data: bytes) -> tuple[agent_pb2.Frame, int]:
-    """Returns a frame, and the bytes of memory that it takes.
-
-    Raises:
-        DecodeError: the bytes are no frame, or it takes too much memory.
-    """
+    """Returns a frame, and the bytes of memory that it takes. Raises DecodeError if it is none, or too large."""
     nbytes = len(data)
     if nbytes > SMALL_BYTES:
         nbytes += _walk(data, 0, nbytes, _FRAME, MAX_PARSED_BYTES)
@@ -129,18 +121,10 @@ def _parse(kind: type[M], data: bytes, max_bytes: int) -> M:
 def _walk(  # noqa: PLR0912, PLR0915 - short numbers are read here: functions would be called for each field
     data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0
 ) -> int:
-    """Returns the bytes of memory that a message takes, besides its payloads.
+    """Returns the bytes of memory that the message from `position` to `end` takes, besides its payloads.
 
-    Args:
-        data: has the message.
-        position: where it begins.
-        end: where it ends.
-        table: that of its type.
-        bytes_left: bytes that it may take.
-        depth: how many messages it is inside of.
-
-    Raises:
-        DecodeError: it is malformed, or takes more.
+    `table` is that of its type; it is inside of `depth` messages. Raises DecodeError if it is malformed, or takes
+    more than `bytes_left`.
     """
     nbytes = 0
     try:

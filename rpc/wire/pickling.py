@@ -155,21 +155,23 @@ class Packer:
             self._idle.append(extractor)
             return packed
         except _SharedMemoryError:
-            return self._pack_shared(value, label, device_map)
+            pass
+        except Exception as error:
+            raise self._explained(error, value, label, device_map) from error
+        try:
+            return self._pack_apart(value, device_map)
         except Exception as error:
             raise self._explained(error, value, label, device_map) from error
 
     def _make_extractor(self) -> "_Extractor":
         return _Extractor(self.pickler, self._reducers, self._reference_types, self._finders)
 
-    def _pack_shared(self, value: object, label: str | Sequence[str], device_map: DeviceMap) -> Packed:
-        """Pickles a value whose tensors share memory: none of them is inside the pickle."""
+    def _pack_apart(self, value: object, device_map: DeviceMap) -> Packed:
+        """Pickles a value by a pickler of its own, with none of its tensors inside the pickle."""
         extractor = self._make_extractor()
         try:
             packed = extractor.pickle(value, device_map, with_small=False)
             return self._with_leaves(packed, extractor, value)
-        except Exception as error:
-            raise self._explained(error, value, label, device_map) from error
         finally:
             extractor.reset()
 
@@ -179,13 +181,10 @@ class Packer:
         """Returns an error that says which part of a value does not pickle."""
 
         def error_of(part: object) -> Exception | None:
-            extractor = self._make_extractor()
             try:
-                extractor.pickle(part, device_map, with_small=False)
+                self._pack_apart(part, device_map)
             except Exception as found:
                 return found
-            finally:
-                extractor.reset()
             return None
 
         return explain_failure(value, label, error, error_of, self.pickler)
@@ -249,12 +248,7 @@ class _Extractor:
         self._reset_pickler = _resetter(self._pickler)
 
     def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
-        """Pickles a value.
-
-        Args:
-            value: anything that pickles.
-            device_map: see `Packer.pack`.
-            with_small: whether small tensors are in the pickle.
+        """Pickles a value, `with_small` with its small tensors in the pickle.
 
         Raises:
             _SharedMemoryError: tensors share memory, so small ones cannot be in the pickle.
@@ -425,8 +419,9 @@ def _fallback_reducers(name: str) -> Mapping[type, Reducer]:
 
 def dumps(name: str, value: object) -> bytes:
     """Returns a pickle of a value with all that is in it: tensors are copied into it, references do not pickle."""
-    if type(value) is tuple and name != BY_VALUE:
+    if name != BY_VALUE:
         return pickle.dumps(value, PICKLE_PROTOCOL)
-    stream = io.BytesIO()
-    _make_pickler(name, stream, _fallback_reducers(name)).dump(value)
-    return stream.getvalue()
+    import cloudpickle
+
+    data: bytes = cloudpickle.dumps(value, PICKLE_PROTOCOL)
+    return data

@@ -33,13 +33,10 @@ def storage_addresses(tensors: Sequence[torch.Tensor]) -> AbstractSet[int]:
 
 
 def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Mapping[int, agent_pb2.SharedMemory]:
-    """Returns which tensors lie within the memory of another one, by index, and where in it.
+    """Returns which tensors of a message lie within the memory of another one, by index, and where in it.
 
     The other one is a CPU tensor of the same dtype without gaps between its elements, since gaps are not sent.
-
-    Args:
-        tensors: all tensors of a message.
-        leaves: indices of tensors that require grad but arrive as autograd leaves.
+    `leaves` are the indices of tensors that require grad but arrive as autograd leaves.
     """
     if len(storage_addresses(tensors)) == len(tensors):  # the way of nearly all messages
         return _NONE
@@ -70,14 +67,9 @@ def _find_within(tensors: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, age
 
 
 def restore_shared(base: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
-    """Returns the tensor of a message as a view of another one.
+    """Returns the tensor of a message that has `shared` as a view of the tensor whose memory it shares.
 
-    Args:
-        base: the received tensor whose memory it shares.
-        message: a message with `shared` set.
-
-    Raises:
-        ValueError: the tensor would not lie within the memory of `base`.
+    Raises ValueError if it would not lie within the memory of `base`.
     """
     sizes, strides = tuple(message.sizes[: MAX_DIMENSIONS + 1]), tuple(message.strides[: MAX_DIMENSIONS + 1])
     offset = message.shared.offset

@@ -48,12 +48,7 @@ _SmallBytes = ctypes.c_char * MAX_SMALL_BYTES
 
 
 def small_address(tensor: torch.Tensor, max_bytes: int) -> int:
-    """Returns the address of the elements of a tensor that is small and plain; 0 if it is not.
-
-    Args:
-        tensor: a tensor of exactly the class torch.Tensor.
-        max_bytes: the bytes of the largest small one.
-    """
+    """Returns the address of the elements of a plain torch.Tensor of `max_bytes` at most; 0 if it is none."""
     if not tensor.is_cpu or tensor.requires_grad or tensor.layout is not torch.strided:
         return 0
     nbytes = tensor.nbytes
@@ -63,12 +58,7 @@ def small_address(tensor: torch.Tensor, max_bytes: int) -> int:
 
 
 def contiguous_address(tensor: torch.Tensor, nbytes: int) -> int:
-    """Returns the address of the elements of a plain tensor; 0 if it is not contiguous, or has no memory.
-
-    Args:
-        tensor: dense, on the CPU.
-        nbytes: its bytes.
-    """
+    """Returns the address of the elements of a dense CPU tensor; 0 if it is not contiguous, or has no memory."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return 0
     # FSDP, for one, takes the memory of tensors away.
@@ -78,13 +68,9 @@ def contiguous_address(tensor: torch.Tensor, nbytes: int) -> int:
 
 
 def reduce_small(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]] | None:
-    """Returns how to pickle a tensor if it is small; it has to stay alive until it is pickled.
+    """Returns the address of the storage of a tensor and how to pickle it; None if it is not small.
 
-    Args:
-        tensor: a tensor of exactly the class torch.Tensor.
-
-    Returns:
-        The address of the storage of the tensor, and what `__reduce__` returns; None if it is not small.
+    Its class is exactly torch.Tensor. It has to stay alive until it is pickled.
     """
     address = small_address(tensor, MAX_SMALL_BYTES)
     if not address:
@@ -111,8 +97,7 @@ def small_tensor(
 ) -> torch.Tensor:
     """Returns a tensor that has been pickled with its bytes; a bytearray becomes its memory.
 
-    Raises:
-        ValueError: the bytes contradict the shape.
+    Raises ValueError if the bytes contradict the shape.
     """
     dtype = DTYPES_BY_NUMBER.get(dtype_number)
     if (

@@ -90,12 +90,7 @@ def has_no_gaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=1024)
 def count_sent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Returns how many elements are sent of a tensor.
-
-    Args:
-        sizes: its shape.
-        strides: none for a contiguous tensor.
-    """
+    """Returns how many elements are sent of a tensor, which has no strides here if it is contiguous."""
     if not strides or not math.prod(sizes):
         return math.prod(sizes)
     memory = memory_of(sizes, strides)
@@ -105,17 +100,12 @@ def count_sent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def restore_strides(flat: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor of these sizes and strides.
+    """Returns a tensor of these sizes and strides; without strides it is contiguous.
 
-    Args:
-        flat: what was sent of its elements, of one dimension: in row-major order; if there are strides, by
-            descending stride, the first ones only along dimensions of stride 0; the memory of WINDOWS. The result
-            shares its memory unless there are gaps between the elements.
-        sizes: the shape.
-        strides: one for each dimension; none for a contiguous tensor.
-
-    Raises:
-        ValueError: no tensor of these strides is sent so, or not by so many elements.
+    `flat` is what was sent of its elements, of one dimension: in row-major order; if there are strides, by
+    descending stride, the first ones only along dimensions of stride 0; the memory of WINDOWS. The result shares
+    its memory unless there are gaps between the elements. Raises ValueError if no tensor of these strides is sent
+    so, or not by so many elements.
     """
     if not strides:
         return flat.view(tuple(sizes))

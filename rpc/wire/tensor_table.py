@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Sequence
 from operator import attrgetter
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from ...proto.v1 import agent_pb2
@@ -22,10 +23,9 @@ from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from .attached import ALIGNMENT
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
-from .gathered import Gathered
 from .strides import MAX_DIMENSIONS, dims_by_descending_stride, has_no_gaps
 
-__all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "TableReader", "TableWriter"]
+__all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "Gathered", "TableReader", "TableWriter", "address_of"]
 
 MIN_TENSORS = 4
 """Fewer tensors of a message travel one by one."""
@@ -38,7 +38,71 @@ GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 # For `map`, which takes a third of the time of a loop in Python.
 _kind = attrgetter("is_cpu", "layout", "is_nested", "dtype", "requires_grad", "shape")
 _is_contiguous, _offset = torch.Tensor.is_contiguous, torch.Tensor.storage_offset
+_address = torch.Tensor.data_ptr
 _storage, _storage_bytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+
+
+def address_of(data: memoryview) -> int:
+    """Returns where bytes are, which somebody has to keep alive."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+@final
+class Gathered:
+    """What is copied into one payload: groups, each of which begins at a multiple of ALIGNMENT."""
+
+    __slots__ = ("_groups", "_parts", "nbytes")
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[int, list[torch.Tensor], int]] = []
+        """Tensors, their place in the payload, and the number of their elements."""
+        self._parts: list[tuple[int, memoryview]] = []
+        """Other bytes, and theirs."""
+        self.nbytes = 0
+        """Bytes of the payload so far."""
+
+    def add(self, tensors: list[torch.Tensor], count: int) -> None:
+        """Adds so many elements of tensors, whose place the receiver knows.
+
+        The tensors have one dtype and, except for the first dimension, the same sizes. They must not change before
+        they are copied.
+        """
+        self._groups.append((self._reserve(count * tensors[0].itemsize), tensors, count))
+
+    def put(self, data: memoryview) -> agent_pb2.Payload:
+        """Adds other bytes; returns where the receiver finds them."""
+        place = self._reserve(data.nbytes)
+        self._parts.append((place, data.cast("B")))
+        return agent_pb2.Payload(gathered=agent_pb2.GatheredPayload(offset=place, nbytes=data.nbytes))
+
+    def _reserve(self, nbytes: int) -> int:
+        place = self.nbytes + -self.nbytes % ALIGNMENT
+        self.nbytes = place + nbytes
+        return place
+
+    def copy_to(self, target: memoryview) -> None:
+        """Copies all of it to the beginning of some memory."""
+        for place, data in self._parts:
+            target[place : place + data.nbytes] = data
+        with torch.no_grad():  # one operation for each group
+            for place, tensors, count in self._groups:
+                flat = torch.frombuffer(target, dtype=tensors[0].dtype, count=count, offset=place)
+                torch.cat(tensors, out=flat.view(-1, *tensors[0].shape[1:]))
+
+    def joined(self) -> memoryview:
+        """Returns a copy of all of it."""
+        data = memoryview(bytearray(self.nbytes))
+        self.copy_to(data)
+        return data
+
+    def has_same_source(self, other: "Gathered") -> bool:
+        """Returns whether another one copies from the same memory."""
+        return self._sources() == other._sources()
+
+    def _sources(self) -> list[tuple[int, list[int]]]:
+        return [(place, list(map(_address, tensors))) for place, tensors, _ in self._groups] + [
+            (place, [address_of(data)]) for place, data in self._parts
+        ]
 
 
 @final
@@ -53,20 +117,15 @@ class TableWriter:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor], excluded: Container[int]) -> list[int]:
-        """Adds the tensors that a table can have.
+        """Adds the tensors of a message that a table can have, but for those with the `excluded` indices.
 
-        Args:
-            tensors: all tensors of the message.
-            excluded: indices of those that are not to be added.
-
-        Returns:
-            The indices of those that were not added.
+        Returns the indices of those that were not added.
         """
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for position, kind in enumerate(map(_kind, tensors)):
             if position not in excluded:
                 by_kind[kind].append(position)
-        groups: dict[Any, _Rows] = defaultdict(_Rows)
+        by_rows: dict[Any, tuple[list[int], list[torch.Tensor], list[int]]] = defaultdict(lambda: ([], [], []))
         for (is_cpu, layout, is_nested, dtype, requires_grad, shape), positions in by_kind.items():
             if (
                 is_cpu
@@ -80,11 +139,14 @@ class TableWriter:
                 if not all(map(_is_contiguous, alike)) or not _have_memory(alike, nbytes):
                     found, alike = self._add_permuted(positions, alike, nbytes)
                 if shape:
-                    groups[dtype, requires_grad, shape[1:]].add(found, alike, shape[0])
+                    all_positions, all_tensors, rows = by_rows[dtype, requires_grad, shape[1:]]
+                    all_positions += found
+                    all_tensors += alike
+                    rows += [shape[0]] * len(found)
                 else:
                     self._add(found, [each.view(1) for each in alike], ())
-        for (_, _, sizes), each in groups.items():
-            self._add(each.positions, each.tensors, sizes, rows=each.counts)
+        for (_, _, sizes), (positions, alike, rows) in by_rows.items():
+            self._add(positions, alike, sizes, rows=rows)
         return [position for position in range(len(tensors)) if position not in self._added]
 
     def _add_permuted(
@@ -92,8 +154,7 @@ class TableWriter:
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Adds those of some tensors of one shape that are permuted, without gaps in their memory.
 
-        Returns:
-            The positions of those that are contiguous, and these.
+        Returns the positions of those that are contiguous, and these.
         """
         by_strides: dict[Any, list[int]] = defaultdict(list)
         contiguous: list[int] = []
@@ -121,14 +182,10 @@ class TableWriter:
         rows: Sequence[int] = (),
         order: Sequence[int] = (),
     ) -> None:
-        """Adds a group of contiguous tensors.
+        """Adds a group of contiguous tensors of the shape `sizes`.
 
-        Args:
-            positions: of the tensors in the message.
-            tensors: have the shape `sizes`; with rows, these sizes after the first dimension.
-            sizes: see there.
-            rows: the size of the first dimension of each.
-            order: how the dimensions of all were permuted to make them contiguous.
+        With `rows`, the sizes of their first dimensions, `sizes` are the others. `order` is how the dimensions of
+        all were permuted to make them contiguous.
         """
         if not positions:
             return
@@ -142,25 +199,6 @@ class TableWriter:
             requires_grad=tensors[0].requires_grad,
         )
         self.gathered.add(tensors, math.prod(sizes) * (sum(rows) if rows else len(tensors)))
-
-
-@final
-class _Rows:
-    """Contiguous tensors that agree in all but the size of their first dimension."""
-
-    __slots__ = ("counts", "positions", "tensors")
-
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.tensors: list[torch.Tensor] = []
-        self.counts: list[int] = []
-        """The sizes of their first dimensions."""
-
-    def add(self, positions: list[int], tensors: list[torch.Tensor], count: int) -> None:
-        """Adds tensors of one shape, whose first dimension has size `count`."""
-        self.positions += positions
-        self.tensors += tensors
-        self.counts += [count] * len(positions)
 
 
 def _have_memory(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
@@ -179,15 +217,9 @@ class TableReader:
     """Takes the tensors of one message out of the payload of its table. Used by one thread."""
 
     def __init__(self, message: agent_pb2.Tensor, count: int, get: GetPayload) -> None:
-        """Reads the payload.
+        """Reads the payload of the first message of an envelope, which has a table.
 
-        Args:
-            message: the first one of the envelope, which has a table.
-            count: how many tensors have messages of their own.
-            get: returns the received bytes of a payload.
-
-        Raises:
-            ValueError: the message contradicts itself.
+        `count` tensors have messages of their own. Raises ValueError if the message contradicts itself.
         """
         data = get(message.data)
         if not isinstance(data, bytes | bytearray | memoryview):

@@ -13,7 +13,16 @@ from ...torch_internals import quantized, quantized_per_channel
 from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
-from .device_tensors import check_count, decode_on_device, encode_from_devices, local_device
+from .dense_tensors import (
+    PutPayload,
+    as_bytes,
+    as_carrier,
+    check_count,
+    decode_on_device,
+    encode_from_devices,
+    header,
+    local_device,
+)
 from .dtypes import (
     CARRIER_DTYPES,
     DTYPE_NUMBERS,
@@ -22,13 +31,11 @@ from .dtypes import (
     NUMPY_DTYPES,
     PLAIN_DTYPES,
 )
-from .elements import PutPayload, as_bytes, as_carrier, header
-from .gathered import Gathered
 from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
 from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides, span
-from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, TableReader, TableWriter
+from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, Gathered, TableReader, TableWriter
 
 __all__ = [
     "UnmappedDeviceError",
@@ -221,8 +228,10 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
         message.parts.extend(_encode(part, put) for part in _components(tensor))
         return message
     if tensor.is_quantized:
-        message.quantization.CopyFrom(_quantization(tensor))
-        if tensor.qscheme() is not torch.per_tensor_affine:
+        if tensor.qscheme() is torch.per_tensor_affine:
+            message.quantization.scale, message.quantization.zero_point = tensor.q_scale(), tensor.q_zero_point()
+        else:
+            message.quantization.axis = tensor.q_per_channel_axis()
             parts = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
             message.parts.extend(_encode(part, put) for part in parts)
     if tensor.numel():
@@ -241,12 +250,6 @@ def _check_memory(tensor: torch.Tensor) -> None:
             f"a tensor of shape {tuple(tensor.shape)} cannot be sent, because its memory has {has} of {needed} "
             "bytes: FSDP, for one, takes it away; send it while it has all"
         )
-
-
-def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
-    if tensor.qscheme() is torch.per_tensor_affine:
-        return agent_pb2.Quantization(scale=tensor.q_scale(), zero_point=tensor.q_zero_point())
-    return agent_pb2.Quantization(axis=tensor.q_per_channel_axis())
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -301,7 +304,8 @@ def decode_tensors(
 ) -> list[torch.Tensor]:
     """Returns the tensors of an envelope, in memory that nothing else uses, on the devices that the messages name.
 
-    No memory is allocated for sizes that do not match received bytes.
+    No memory is allocated for sizes that do not match received bytes. `get` returns the received bytes of a
+    payload.
 
     Args:
         messages: the messages of all tensors of the envelope.
@@ -376,7 +380,9 @@ def _decode_on_host(
 ) -> torch.Tensor:
     """Returns the tensor of a message on the CPU, from where it is copied to a device, or on meta."""
     if message.device == "meta":
-        return _decode_meta(sizes, tuple(message.strides), dtype)
+        if min(message.strides, default=0) < 0:
+            raise ValueError(f"malformed tensor: strides {tuple(message.strides)}")
+        return torch.empty_strided(sizes, tuple(message.strides), dtype=dtype, device="meta")
     if message.parts and dtype not in INTEGER_DTYPES:
         return _decode_sparse(message, sizes, get)
     tensor = _decode_elements(message, sizes, dtype, get)
@@ -420,12 +426,6 @@ def _finish(tensor: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
     if message.requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         tensor.requires_grad_()
     return tensor
-
-
-def _decode_meta(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    if any(stride < 0 for stride in strides):
-        raise ValueError(f"malformed tensor: strides {strides}")
-    return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
 
 
 def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: GetPayload) -> torch.Tensor:

@@ -34,16 +34,7 @@ READ_BYTES = 1 << 16
 
 
 def unpickle(body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> Any:
-    """Returns the value of a message.
-
-    Args:
-        body: the pickle.
-        tensors: those of the message, by index.
-        references: the same for references.
-
-    Raises:
-        Exception: whatever unpickling the value raises.
-    """
+    """Returns the value of a message, given its tensors and references by index. Raises what unpickling raises."""
     if not tensors and not references:
         return pickle.loads(body)
     if body == ONE_TENSOR and len(tensors) == 1:

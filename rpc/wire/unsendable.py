@@ -47,14 +47,9 @@ def explain_failure(
     pickling_error: Callable[[object], Exception | None],
     pickler: str = BY_NAME,
 ) -> SerializationError:
-    """Returns the error to raise for a value that does not pickle.
+    """Returns the error to raise for a value whose pickling raised an error, by a pickler of this kind.
 
-    Args:
-        value: the value.
-        label: what to call the value; for a tuple, what to call each of its items.
-        error: what pickling the value raised.
-        pickling_error: tries to pickle a part of the value, and returns what that raises.
-        pickler: the option `pickler`.
+    The label is that of `Packer.pack`. `pickling_error` tries to pickle a part, and returns what that raises.
     """
     path, part, error = _outermost(value, label, error, pickling_error)
     for _ in range(MAX_DEPTH):

@@ -11,7 +11,7 @@ import torch
 
 from ....c10d.groups.membership import GroupSpec
 from ....proto.v1 import agent_pb2
-from ...wire.gathered import Gathered
+from ...wire.tensor_table import Gathered
 from ..base import StartTransfer
 from ..shared_memory.broadcast import SegmentBroadcast
 from ..shared_memory.mapping import address_and_size

@@ -5,7 +5,7 @@ from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
-from ...wire.gathered import Gathered
+from ...wire.tensor_table import Gathered
 from ..base import PayloadLostError, check_size
 from .buffers_in_use import Memory
 from .memory import SharedMemory

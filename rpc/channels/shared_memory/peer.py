@@ -9,7 +9,7 @@ from typing import Any, final
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.segments import SegmentSender
-from ...wire.gathered import Gathered
+from ...wire.tensor_table import Gathered
 from ..segment_limit import SegmentLimit
 from .mapping import address_and_size
 from .receiving import MappedSegments

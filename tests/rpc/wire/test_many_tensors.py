@@ -9,8 +9,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.wire.dtypes import PLAIN_DTYPES
-from gradwire.rpc.wire.gathered import Gathered
-from gradwire.rpc.wire.tensor_table import MAX_GATHERED_BYTES
+from gradwire.rpc.wire.tensor_table import MAX_GATHERED_BYTES, Gathered
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import given
 

@@ -1,11 +1,11 @@
-"""Dense tensors on CUDA devices as protobuf messages, and back.
+"""What is sent of a dense tensor, on any device; and those on CUDA devices as protobuf messages, and back.
 
-Their elements go by way of device memory where the channels can do that, else by way of the host. All copies of a
-message are started before the first one is waited for.
+Elements on devices go by way of device memory where the channels can do that, else by way of the host. All copies
+of a message are started before the first one is waited for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,11 +13,81 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.devices import DeviceMap
 from ..contracts.messages import Buffer
-from .dtypes import CARRIER_DTYPES
-from .elements import PutPayload, as_bytes, as_carrier, header
-from .strides import restore_strides
+from .dtypes import CARRIER_DTYPES, DTYPE_NUMBERS
+from .strides import Memory, dims_by_descending_stride, memory_of, restore_strides, span, without_repeats
 
-__all__ = ["check_count", "decode_on_device", "encode_from_devices", "local_device"]
+__all__ = [
+    "PutPayload",
+    "as_bytes",
+    "as_carrier",
+    "check_count",
+    "decode_on_device",
+    "encode_from_devices",
+    "header",
+    "local_device",
+]
+
+PutPayload = Callable[[memoryview], agent_pb2.Payload]
+"""Sends bytes, and returns where the receiver finds them."""
+
+
+def header(
+    tensor: torch.Tensor, strides: Sequence[int] = (), shared: agent_pb2.SharedMemory | None = None
+) -> agent_pb2.Tensor:
+    """Returns the message of a tensor, without its elements."""
+    return agent_pb2.Tensor(
+        dtype=DTYPE_NUMBERS[tensor.dtype],
+        sizes=tensor.shape,
+        strides=strides,
+        requires_grad=tensor.requires_grad,
+        shared=shared,
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> tuple[Sequence[int], torch.Tensor]:
+    """Returns the elements of a dense tensor, in its own memory where they are in order there.
+
+    The tensor has elements, of a dtype that torch can copy, and no gradient.
+
+    Returns:
+        The strides that the tensor keeps at the receiver, none if that one is contiguous; and the elements, of
+        dtype uint8 and one dimension.
+    """
+    strides: Sequence[int] = ()
+    if not tensor.is_contiguous():
+        strides, tensor = _in_memory(tensor)
+    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # contiguous tensors of one element may have any stride
+    return strides, flat.view(torch.uint8)
+
+
+def _in_memory(tensor: torch.Tensor) -> tuple[Sequence[int], torch.Tensor]:
+    """Returns the strides that a tensor keeps at the receiver, and the elements that are sent of it."""
+    sizes, strides = tensor.shape, tensor.stride()
+    memory = memory_of(sizes, strides)
+    if memory is Memory.SCATTERED:
+        return (), tensor
+    if memory is Memory.WINDOWS:
+        return strides, tensor.as_strided((span(sizes, strides),), (1,))
+    once = tensor.as_strided(without_repeats(sizes, strides), strides)
+    if memory is Memory.GAPS:
+        once = once.contiguous()
+        if once.numel() == tensor.numel():
+            return (), once
+        strides = tuple(kept if stride else 0 for kept, stride in zip(once.stride(), strides, strict=True))
+    return strides, once.permute(dims_by_descending_stride(strides))
+
+
+def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that torch can copy, with the memory of the given one."""
+    carrier = CARRIER_DTYPES.get(tensor.dtype)
+    if carrier is None:
+        return tensor
+    if not tensor.is_quantized:
+        return tensor.view(carrier)
+    return torch.empty(0, dtype=carrier).set_(  # int_repr would copy, and lose strides
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
 
 
 def encode_from_devices(
@@ -25,11 +95,7 @@ def encode_from_devices(
 ) -> Mapping[int, agent_pb2.Tensor]:
     """Returns the messages for those tensors of one envelope that are dense and on CUDA devices, by index.
 
-    Args:
-        tensors: all tensors of the envelope.
-        put: sends elements that are in the memory of the host.
-        device_map: devices of this worker to devices of the receiver.
-        writer: sends elements that are on devices.
+    `put` sends elements that are in the memory of the host, and the writer those on devices.
     """
     messages: dict[int, agent_pb2.Tensor] = {}
     by_devices: dict[tuple[torch.device, torch.device], list[tuple[agent_pb2.Tensor, torch.Tensor]]] = {}
@@ -72,16 +138,8 @@ def decode_on_device(
 ) -> torch.Tensor:
     """Returns the dense tensor of a message on the device that the message names, when its copy is complete.
 
-    Args:
-        message: the message of a tensor that has elements.
-        sizes: its shape.
-        dtype: its dtype.
-        data: its elements.
-        devices: copies them to the device.
-        started: gets the copy.
-
-    Raises:
-        ValueError: the message contradicts itself, or names a device that this worker does not have.
+    `data` are its elements, of which there are some. The copy is added to `started`. Raises ValueError if the
+    message contradicts itself, or names a device that this worker does not have.
     """
     device = local_device(message.device)
     check_count(message, sizes, dtype, len(data))
