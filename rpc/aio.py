@@ -11,18 +11,15 @@ The futures of calls can be awaited in any event loop. Cancelling the task that 
 as `future.cancel()` does, unless the task awaits it through `asyncio.shield`.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, TypeVarTuple, final, overload
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 
 from .calls.sending import send_call_async
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import UNSET_RPC_TIMEOUT
-from .contracts.worker import WorkerInfo
-from .contracts.worker_events import WorkerEvent, WorkerEventBuffer
+from .contracts.worker_events import WorkerEventStream
 from .execution.futures import wait_async
 
 __all__ = ["WorkerEventStream", "call", "wait", "worker_events"]
@@ -119,48 +116,6 @@ async def wait(future: torch.futures.Future[R]) -> R:
     return await wait_async(future)
 
 
-@final
-class WorkerEventStream:
-    """An asynchronous iterator of what has become of workers since `worker_events` was called, in order."""
-
-    def __init__(self, buffer: WorkerEventBuffer) -> None:
-        self._buffer = buffer
-
-    @property
-    def workers(self) -> Sequence[WorkerInfo]:
-        """The workers present when `worker_events` was called, this one too, by id. None has a WorkerJoined."""
-        return self._buffer.workers
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> WorkerEvent:
-        """Returns the next event; waits for it. Cancelling the wait loses no event.
-
-        Raises:
-            StopAsyncIteration: this worker has shut down, or the stream is closed.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            woken = asyncio.Event()
-
-            def wake(woken: asyncio.Event = woken) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits in it
-                    loop.call_soon_threadsafe(woken.set)
-
-            try:
-                event = self._buffer.take(wake)
-            except StopIteration:
-                raise StopAsyncIteration from None
-            if event is not None:
-                return event
-            await woken.wait()
-
-    async def aclose(self) -> None:
-        """Closes the stream, as dropping the last reference to it does."""
-        self._buffer.close()
-
-
 def worker_events() -> WorkerEventStream:
     """Returns an asynchronous iterator of the workers that join, leave or do not answer from now on.
 
@@ -179,4 +134,4 @@ def worker_events() -> WorkerEventStream:
     Raises:
         NotInitializedError: this process is no worker.
     """
-    return WorkerEventStream(current_agent().worker_events.buffer())
+    return current_agent().worker_events.stream()

@@ -171,13 +171,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def leave(graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
-    """Leaves the group as `shutdown` does.
-
-    Args:
-        graceful: whether to wait first.
-        timeout: seconds to wait, 0 for no limit.
-        join: waits in place of the agent's `join`.
-    """
+    """Leaves the group as `shutdown` does; `join` waits in place of the agent's `join`."""
     agent = holder.get()
     if agent is None and holder.has_had_one:
         return
@@ -384,11 +378,7 @@ def _choose_backend(
 def _backend_of(options: RpcBackendOptions | None) -> BackendType:
     if options is None or type(options) is RpcBackendOptions:
         return BackendType.GRADWIRE
-    if (found := _find_backend_of(options)) is None:
-        raise TypeError(f"Could not infer backend for options {options}: pass backend=")
-    return found
-
-
-def _find_backend_of(options: RpcBackendOptions) -> BackendType | None:
-    candidates = (each for each in BackendType if type(construct_rpc_backend_options(each)) is type(options))
-    return next(candidates, None)
+    for each in BackendType:
+        if type(construct_rpc_backend_options(each)) is type(options):
+            return each
+    raise TypeError(f"Could not infer backend for options {options}: pass backend=")

@@ -127,18 +127,10 @@ def start_faulty_agent(
     rpc_backend_options: RpcBackendOptions,
     extensions: Sequence[ExtensionFactory] | None = None,
 ) -> GrpcAgent:
-    """Starts an agent as `start_agent` does, with the faults of these options.
-
-    Args:
-        store: see `start_agent`.
-        name: see `start_agent`.
-        rank: see `start_agent`.
-        world_size: see `start_agent`.
-        rpc_backend_options: FaultyRpcBackendOptions.
-        extensions: the agent's; by default the default ones.
+    """Starts an agent as `start_agent` does, with the faults of its FaultyRpcBackendOptions.
 
     Raises:
-        TypeError: the options are not FaultyRpcBackendOptions.
+        TypeError: the options are others.
     """
     if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
         raise TypeError(f"rpc_backend_options is {rpc_backend_options!r}: give FaultyRpcBackendOptions")
@@ -147,7 +139,7 @@ def start_faulty_agent(
 
         extensions = DEFAULT_EXTENSIONS
     factories = AgentFactories(
-        network=partial(Network, seams=NetworkSeams(wrap=_Faults(rpc_backend_options).wrap)),
+        network=partial(Network, seams=NetworkSeams(wrap=partial(_FaultyTransport, _Faults(rpc_backend_options)))),
         # By themselves, so that they fail without the calls that would take them along.
         control=partial(ControlStreams, takes_along=False),
     )
@@ -163,9 +155,6 @@ class _Faults:
         self._lock = threading.Lock()
         self._to_fail = Counter(dict.fromkeys(options.messages_to_fail, options.num_fail_sends))
         self._delays = dict(options.messages_to_delay)
-
-    def wrap(self, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop) -> Transport:
-        return _FaultyTransport(self, transport, peer, loop)
 
     def should_fail(self, names: Sequence[str]) -> bool:
         """Returns whether this send is to fail, and counts it."""
@@ -204,7 +193,11 @@ class _FaultyTransport:
         """The delayed envelopes. Used on the event loop only."""
 
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
-        if self._fail_or_delay(envelope, attached):
+        names = _names(envelope)
+        if self._faults.should_fail(names):
+            raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
+        if delay := self._faults.delay(names):
+            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, embed(envelope, attached))
             return DELAYED_TICKET
         return self._transport.send(envelope, attached)
 
@@ -224,15 +217,6 @@ class _FaultyTransport:
             self._send_delayed(envelope)
         self._delayed.clear()
         await self._transport.close(drain, end, dial=dial)
-
-    def _fail_or_delay(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> bool:
-        """Raises SendFailedError if an envelope is to fail; returns whether it is delayed."""
-        names = _names(envelope)
-        if self._faults.should_fail(names):
-            raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
-        if delay := self._faults.delay(names):
-            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, embed(envelope, attached))
-        return delay > 0
 
     def _send_at(self, when: float, envelope: bytes) -> None:
         def leave() -> None:

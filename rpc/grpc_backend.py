@@ -28,9 +28,8 @@ from .contracts.worker import WorkerInfo
 from .contracts.worker_end import PROCESS_ENDED
 from .execution.futures import Future
 from .membership.addresses import ListenAddress, choose_address, find_directory, identity, unreachable_members
-from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.evictions import tell_of_change
-from .membership.members import exchange_members, formed_group, introduce
+from .membership.members import check_device_maps, device_maps_as_text, exchange_members, formed_group, introduce
 from .membership.presence import Presence, presence_of
 from .membership.roster_log import RosterLog
 from .membership.vacancy import Vacancy
@@ -238,19 +237,13 @@ def _append_join(roster: RosterLog, me: Member, rank: int) -> bool:
 
 
 def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: float) -> int:
-    """Makes this worker known to the current members.
+    """Makes this worker, which is in the log and listens at `where`, known to the current members.
 
     Those whose processes have ended are removed from a dynamic group, and the others are told. Those that do not
     answer stay members, since they may be unreachable from here only; they learn of this worker from the others.
 
-    Args:
-        agent: the agent of this worker, which is in the log.
-        roster: the members.
-        where: the address of this worker.
-        deadline: when to stop waiting, on the monotonic clock.
-
     Returns:
-        The number of members that have admitted this worker.
+        The number of members that have admitted this worker before the deadline, on the monotonic clock.
 
     Raises:
         RendezvousError: a member refuses this worker.
@@ -274,7 +267,11 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
             admitted.append(worker)
         except WorkerLostError as error:
             if error.cause is LossCause.REFUSED:
-                _check_has_left(agent, roster, worker, error.reason)
+                roster.catch_up()
+                if roster.has(worker.wire_id):  # it lives, so it stays
+                    raise RendezvousError(
+                        f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {error.reason}"
+                    ) from error
             elif not roster.dynamic:
                 continue  # it stays a member, which may be started again
             elif presence_of(member, where) is Presence.GONE:
@@ -300,13 +297,6 @@ def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
     greeting.add_done_callback(lambda _: answered.set())
     if not wait_with_warnings(answered.wait, max(1.0, seconds), lambda: doing):
         raise RuntimeError("it does not answer")
-
-
-def _check_has_left(agent: GrpcAgent, roster: RosterLog, worker: WorkerInfo, reason: str) -> None:
-    """Raises RendezvousError if a worker that has refused this one is still a member: it lives, so it stays."""
-    roster.catch_up()
-    if roster.has(worker.wire_id):
-        raise RendezvousError(f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {reason}")
 
 
 def _group_store(store: TorchStore, group: str, options: RpcBackendOptions) -> PrefixStore:

@@ -114,10 +114,7 @@ class AllGatherService(WorkerWatcher):
         self._replacements.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns the collectives that this worker is in, for the debug info.
-
-        Rounds of the same topic, number and members are the same on all workers.
-        """
+        """Returns the collectives that this worker is in; the same ones have one topic, number and members."""
         running = [
             {
                 "operation": operation,
@@ -155,14 +152,8 @@ class AllGatherService(WorkerWatcher):
     ) -> dict[int, Any]:
         """Returns the values of all living members, by wire id. See `RpcAgent.all_gather`.
 
-        Args:
-            topic: separates collectives of different purpose.
-            value: what this worker contributes; anything that pickles.
-            members: the workers that take part, this one among them.
-            timeout: seconds, 0 for no limit.
-            operation: what errors and log lines call the collective.
-            on_waiting: called every `WARN_INTERVAL_S` with the names of the members whose values are missing. By
-                default they are logged.
+        `on_waiting` is called every `WARN_INTERVAL_S` with the names of the members whose values are missing. By
+        default they are logged.
         """
         if on_waiting is None:
             on_waiting = partial(self._log_wait, operation)
@@ -207,28 +198,23 @@ class AllGatherService(WorkerWatcher):
     def _take_part(self, round_: Round) -> RoundResult:
         """Returns the result of a round; if it is void, when this worker knows of the new incarnation, too."""
         with self._leader.taking_part(round_.key.series) as may_begin:
-            result = self._run(round_) if may_begin else VOID
+            result = self._run_once(round_, was_tried=False) if may_begin else VOID
+            while result is None:  # with the next leader, when one has died
+                result = self._run_once(round_, was_tried=True)
         if result.is_void:
             self._replacements.wait_for(round_.key.members, round_.deadline)
-        return result
-
-    def _run(self, round_: Round) -> RoundResult:
-        """Returns the result of a round, which is tried again with the next leader when one dies."""
-        result = self._run_once(round_, was_tried=False)
-        while result is None:
-            result = self._run_once(round_, was_tried=True)
         return result
 
     def _run_once(self, round_: Round, *, was_tried: bool) -> RoundResult | None:
         """Returns the result of a round as its leader tells it; None if the value is to be sent (again).
 
-        Args:
-            round_: the round to run.
-            was_tried: whether another attempt at this round may have given some members a result.
+        `was_tried` says that another attempt at this round may have given some members a result.
         """
         leader = self._leader_of(round_.key)
         if leader == self._agent.info.wire_id:
-            self._connect_to_members(round_)
+            for worker in round_.workers.values():  # only the loss of a connected worker is noticed
+                if worker.wire_id != leader:
+                    self._agent.connect(worker)
         answer = self._send_value(round_, leader, was_tried)
         try:
             result = self._wait_for_result(round_, leader, answer)
@@ -254,12 +240,6 @@ class AllGatherService(WorkerWatcher):
                 return WorkerLostError(worker.name, reason, end.cause)
         return WorkerLostError(me.name, f"the other workers have ended this {operation} without it")
 
-    def _connect_to_members(self, round_: Round) -> None:
-        """Connects to the other members, because only the loss of a connected worker is noticed."""
-        for worker in round_.workers.values():
-            if worker.wire_id != self._agent.info.wire_id:
-                self._agent.connect(worker)
-
     def _send_value(self, round_: Round, leader: int, was_tried: bool) -> torch.futures.Future[Any]:
         """Sends this worker's value to the leader; returns the future of the result."""
         key = round_.key
@@ -276,12 +256,7 @@ class AllGatherService(WorkerWatcher):
             raise
 
     def _wait_for_result(self, round_: Round, leader: int, answer: torch.futures.Future[Any]) -> RoundResult:
-        """Waits for the leader's answer.
-
-        Raises:
-            RpcTimeoutError: the round took too long; the error names the missing members.
-            WorkerLostError: the leader is lost.
-        """
+        """Waits for the leader's answer. Raises WorkerLostError, or RpcTimeoutError with the missing members."""
         is_second = self._agent.info.wire_id == leader != round_.key.members[0]
         try:
             if is_second and not self._wait(answer, ASK_AFTER_S):

@@ -56,12 +56,6 @@ class _OpenRound:
         """The ids of the living members whose values have not arrived, and may still do so."""
         return self.expected - self.values.keys() - self.passed_on
 
-    def result(self) -> RoundResult:
-        """Returns the result of the values that have arrived."""
-        if self.passed_on:
-            return VOID
-        return RoundResult(self.values)
-
 
 @final
 class RoundLeader:
@@ -71,12 +65,7 @@ class RoundLeader:
     """
 
     def __init__(self, agent: RpcAgent, replacements: Replacements) -> None:
-        """Registers the handlers of control messages.
-
-        Args:
-            agent: the agent of this worker.
-            replacements: the members that have been replaced.
-        """
+        """Registers the handlers of control messages."""
         self._agent = agent
         self._replacements = replacements
         self._lock = threading.Lock()
@@ -253,16 +242,10 @@ class RoundLeader:
             self.finish(key, result)
 
     def _key(self, payload: object, sender: WorkerInfo, *, may_be_new: bool = False) -> RoundKey:
-        """Returns the round that a member has named.
+        """Returns the round that a member has named. If it may be new, other members need not be known here.
 
-        Args:
-            payload: what it has sent.
-            sender: the member.
-            may_be_new: whether other members need not be known here.
-
-        Raises:
-            ValueError: it is no round of that member and this worker.
-            UnknownWorkerError: another of its members is not known here. If that is just joining, it will be.
+        Raises ValueError if it is no round of that member and this worker, and UnknownWorkerError if another of
+        its members is not known here. If that is just joining, it will be.
         """
         key = RoundKey.from_payload(payload, sender.wire_id)
         if self._agent.info.wire_id not in key.members:
@@ -288,7 +271,11 @@ class RoundLeader:
 
     def _finish_complete_rounds(self) -> None:
         with self._lock:
-            complete = {key: each.result() for key, each in self._open.items() if not each.missing}
+            complete = {
+                key: VOID if each.passed_on else RoundResult(each.values)
+                for key, each in self._open.items()
+                if not each.missing
+            }
         for key, result in complete.items():
             self.finish(key, result)
 

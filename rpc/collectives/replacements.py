@@ -42,8 +42,7 @@ class Replacements:
     def concern(self, members: Iterable[int]) -> bool:
         """Returns whether one of these incarnations has been replaced. If so, that is true for ever.
 
-        Args:
-            members: wire ids; those that are not known here are taken for members.
+        Wire ids that are not known here are taken for members.
         """
         return bool(self._latest) and any(self._is_replaced(each) for each in members)
 
@@ -62,13 +61,8 @@ class Replacements:
     def wait_for(self, members: Collection[int], deadline: float | None) -> None:
         """Waits until this worker learns that one of these incarnations has been replaced, as others know.
 
-        Args:
-            members: wire ids.
-            deadline: when to stop waiting, in seconds of `time.monotonic`; None for never.
-
-        Raises:
-            RpcTimeoutError: it does not learn that in time; the error names the members that are lost.
-            NotInitializedError: the agent has shut down.
+        The deadline is in seconds of `time.monotonic`; None for never. Raises RpcTimeoutError, which names the
+        members that are lost, or NotInitializedError when the agent has shut down.
         """
         with self._agent.blocking(), self._changed:
             left = None if deadline is None else deadline - time.monotonic()

@@ -45,15 +45,7 @@ class RoundKey(NamedTuple):
 
     @classmethod
     def from_payload(cls, payload: object, sender: int) -> "RoundKey":
-        """Returns the key that a member of a round has sent.
-
-        Args:
-            payload: what it has sent.
-            sender: its id.
-
-        Raises:
-            ValueError: that is no key, or it is no member.
-        """
+        """Returns the key that a member has sent. Raises ValueError if it is none, or the sender no member."""
         if not isinstance(payload, tuple) or len(payload) != 3:
             raise ValueError("malformed message: it names no round")
         topic, number, members = payload

@@ -185,11 +185,9 @@ class RpcAgent(ABC):
         """
 
     def postpone(self, worker: WorkerInfo, resume: Callable[[], None]) -> bool:  # noqa: ARG002
-        """Postpones what would send a worker more, because too much is queued for it.
+        """Postpones what would send a worker more, because too much is queued for it. Returns whether it has.
 
-        Args:
-            worker: one of `workers()`.
-            resume: called on the event loop when enough has been sent, if this returns True. Must not block.
+        If so, `resume` is called on the event loop when enough has been sent. It must not block.
         """
         return False
 
@@ -246,14 +244,9 @@ class RpcAgent(ABC):
         """Returns a context for blocking on other workers; another thread runs incoming calls meanwhile."""
 
     def until_deadline(self, seconds: float) -> float:
-        """Returns for how long a wait for another worker may take on this thread.
+        """Returns for how many seconds a wait for another worker may take on this thread; 0 for any time.
 
-        Args:
-            seconds: the timeout of the wait, 0 for none.
-
-        Returns:
-            The timeout, or what is left to the request that the calling thread serves, if that is less. 0 for
-            none.
+        That is the timeout of the wait, or what is left to the request that the thread serves, if that is less.
         """
         return seconds
 
@@ -273,13 +266,10 @@ class RpcAgent(ABC):
 
     @abstractmethod
     def join(self, timeout: float) -> None:
-        """Waits until this worker can leave without losing a call.
+        """Waits until this worker can leave without losing a call, for at most so many seconds; 0 for no limit.
 
         In a static group all workers have to wait for it together: it returns when no call is in flight among
         them. In a dynamic group it returns when no call is in flight on this worker.
-
-        Args:
-            timeout: seconds, 0 for none.
 
         Raises:
             RpcTimeoutError: it took longer; the text says what it waited for.
@@ -314,20 +304,14 @@ class RpcAgent(ABC):
         return True
 
     def leave_at_exit(self, end: WorkerEnd) -> None:  # noqa: ARG002
-        """Leaves the group at once, because the process ends without `shutdown`.
-
-        Args:
-            end: how the process ends, for the other workers.
-        """
+        """Leaves the group at once, as the process ends without `shutdown`. The others are told of the end."""
         self.shutdown(graceful=False, timeout=0)
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
         """In a forked child, has what the program may have of the agent do nothing, or raise an error.
 
         No method of the agent is called after this one. It takes no lock: threads that are gone may hold it.
-
-        Args:
-            why_useless: makes the error.
+        `why_useless` makes the error.
         """
 
 

@@ -16,8 +16,7 @@ CALL_PARTS = ("the function", "args", "kwargs")
 def check_timeout(timeout: float) -> float | None:
     """Returns a call's timeout in seconds as the agent takes it; None for that of the options.
 
-    Raises:
-        ValueError: the timeout is negative, infinite or not a number.
+    Raises ValueError if the timeout is negative, infinite or not a number.
     """
     if timeout == UNSET_RPC_TIMEOUT:
         return None
@@ -31,8 +30,7 @@ def check_call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns the function, the positional arguments as a tuple and the named arguments as a dict.
 
-    Raises:
-        TypeError: the function is not callable, args is not a sequence, or kwargs has keys that are not strings.
+    Raises TypeError if the function is not callable, args is no sequence, or kwargs has keys that are not strings.
     """
     if not callable(function):
         raise TypeError(f"func is {function!r}, which cannot be called")
@@ -45,10 +43,9 @@ def check_call(
 
 
 def check_received(args: object) -> None:
-    """Checks positional arguments that another worker has sent. Other sequences have 2**60 items in a few bytes.
+    """Raises TypeError if positional arguments of another worker are neither a tuple nor a list.
 
-    Raises:
-        TypeError: they are neither a tuple nor a list.
+    Other sequences have 2**60 items in a few bytes.
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"args is a {type(args).__name__}: give a tuple")

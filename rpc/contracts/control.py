@@ -36,11 +36,8 @@ class ControlMessages(Protocol):
     def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
         """Registers what a kind of message does.
 
-        Args:
-            kind: its name.
-            handle: processes a message.
-            is_quick: whether `handle` never blocks, and runs code of gradwire only. Then it may run on the thread
-                that reads the message, as soon as that has arrived.
+        `is_quick` says that `handle` never blocks, and runs code of gradwire only. Then it may run on the thread
+        that reads the message, as soon as that has arrived.
         """
 
     def kinds(self) -> Collection[str]:
@@ -71,9 +68,7 @@ class ControlMessages(Protocol):
     def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:
         """Runs a task on the control thread, after everything that was submitted before.
 
-        Args:
-            task: what to run.
-            urgent: False if it may wait some milliseconds for others, which then share one wake-up of the thread.
+        One that is not urgent may wait some milliseconds for others, which then share one wake-up of the thread.
         """
 
     def pending(self) -> int:

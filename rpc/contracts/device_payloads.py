@@ -38,12 +38,8 @@ class DeviceWriter(Protocol):
     ) -> Sequence[agent_pb2.Payload] | None:
         """Sends elements by way of device memory, as they are at this point of the current stream.
 
-        Args:
-            elements: of all tensors of the message that go from one device to the same other one.
-            target: the receiver's device.
-
-        Returns:
-            The descriptions of the payloads; None if they have to be sent by way of the host.
+        They are those of all tensors of the message that go from one device to the same device of the receiver.
+        Returns the descriptions of the payloads; None if they have to be sent by way of the host.
         """
 
     def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,14 +52,10 @@ class DeviceReader(Protocol):
     def to_device(
         self, source: torch.Tensor | DeviceBuffer, device: torch.device
     ) -> tuple[torch.Tensor, StartedCopy]:
-        """Starts to copy elements to a device.
+        """Starts to copy elements in the memory of the host or of a device to a CUDA device of this worker.
 
-        Args:
-            source: the elements, in the memory of the host or of a device: a tensor of uint8 with one dimension.
-            device: a CUDA device of this worker.
-
-        Returns:
-            A tensor of uint8 in memory of its own, and the copy, after which it has the elements.
+        Returns a tensor of uint8 and one dimension, as the source is, and the copy, after which it has the
+        elements.
         """
 
     def wait(self, copies: Sequence[StartedCopy]) -> None:

@@ -104,11 +104,7 @@ class ChannelOptions:
     max_mapped_bytes: int = 16 * GIB
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if not isinstance(value, int) or value < 1:
-                unit = "connections" if option.name == "bulk_connections" else "bytes"
-                raise ValueError(f"{option.name} is {value!r}: give a whole number of {unit}, at least 1")
+        check_counts(self, *(option.name for option in fields(self)))
         if self.bulk_connections > MAX_BULK_CONNECTIONS:
             raise ValueError(
                 f"bulk_connections is {self.bulk_connections}: give a number from 1 to {MAX_BULK_CONNECTIONS}"
@@ -287,7 +283,7 @@ class RpcBackendOptions:
     devices: Sequence[Device] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _CHECKS.get(name, _unchecked)(value))
+        object.__setattr__(self, name, _CHECKS[name](value) if name in _CHECKS else value)
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Adds to the device map for calls to a worker.
@@ -329,10 +325,6 @@ def check_rpc_timeout(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
     return float(value)
-
-
-def _unchecked(value: Any) -> Any:
-    return value
 
 
 def _check_init_timeout(value: Any) -> Any:
@@ -380,12 +372,7 @@ def _check_transports(value: Any) -> Any:
 
 
 def _check_pickler(value: Any) -> str:
-    """Returns the name of a pickler that can be used here.
-
-    Raises:
-        ValueError: there is none of this name.
-        RpcError: its package is not installed.
-    """
+    """Returns the name of a pickler. Raises ValueError if there is none, RpcError if it is not installed."""
     if value not in PICKLERS:
         raise ValueError(f"pickler is {value!r}: give one of {PICKLERS}")
     if value == BY_VALUE:

@@ -79,8 +79,7 @@ class WorkerEnd:
     def of_this_process(cls, stale: BaseException | None) -> Self:
         """Returns how this process ends; called while it ends.
 
-        Args:
-            stale: the result of `last_uncaught_error` while the program still ran; that error did not end it.
+        `stale` is the result of `last_uncaught_error` while the program still ran; that error did not end it.
         """
         # Until Python 3.12, children of multiprocessing end while their exception is handled; a script after that.
         error = sys.exception() or next(iter(_errors_of_child), None)

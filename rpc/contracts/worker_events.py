@@ -4,6 +4,8 @@ An agent records each change of its group in the order in which it learns of it.
 workers that are present at that moment and gets every change after it, so that no change is lost in between.
 """
 
+import asyncio
+import contextlib
 import logging
 import threading
 import weakref
@@ -20,8 +22,8 @@ from .worker_end import WorkerEnd
 __all__ = [
     "WorkerBack",
     "WorkerEvent",
-    "WorkerEventBuffer",
     "WorkerEventHandle",
+    "WorkerEventStream",
     "WorkerEvents",
     "WorkerJoined",
     "WorkerLeft",
@@ -103,11 +105,12 @@ class WorkerEventHandle:
 
 
 @final
-class WorkerEventBuffer:
-    """Holds events until their one reader takes them. Safe to use from any thread."""
+class WorkerEventStream:
+    """An asynchronous iterator of what has become of workers since `worker_events` was called, in order."""
 
     def __init__(self, workers: Sequence[WorkerInfo]) -> None:
         self.workers = tuple(workers)
+        """The workers present when `worker_events` was called, this one too, by id. None has a WorkerJoined."""
         self._lock = threading.Lock()
         self._events: deque[WorkerEvent] = deque()
         self._wakers: list[Callable[[], None]] = []
@@ -137,6 +140,35 @@ class WorkerEventBuffer:
                 raise StopIteration
             self._wakers.append(wake)
             return None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> WorkerEvent:
+        """Returns the next event; waits for it. Cancelling the wait loses no event.
+
+        Raises:
+            StopAsyncIteration: this worker has shut down, or the stream is closed.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            woken = asyncio.Event()
+
+            def wake(woken: asyncio.Event = woken) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits in it
+                    loop.call_soon_threadsafe(woken.set)
+
+            try:
+                event = self.take(wake)
+            except StopIteration:
+                raise StopAsyncIteration from None
+            if event is not None:
+                return event
+            await woken.wait()
+
+    async def aclose(self) -> None:
+        """Closes the stream, as dropping the last reference to it does."""
+        self.close()
 
     def close(self) -> None:
         """Accepts no more events, and wakes the reader."""
@@ -172,7 +204,7 @@ class WorkerEvents(WorkerWatcher):
         self._lock = threading.Lock()
         self._present: dict[int, WorkerInfo] = {}
         self._handles: list[WorkerEventHandle] = []
-        self._buffers: weakref.WeakSet[WorkerEventBuffer] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[WorkerEventStream] = weakref.WeakSet()
         self._queue: deque[tuple[WorkerEventHandle, WorkerEvent]] = deque()
         self._is_delivering = False
         self._is_closed = False
@@ -215,30 +247,30 @@ class WorkerEvents(WorkerWatcher):
         self._connect_to(handle.workers)
         return handle
 
-    def buffer(self) -> WorkerEventBuffer:
-        """Returns a buffer that gets every event from now on, for as long as it is referred to."""
+    def stream(self) -> WorkerEventStream:
+        """Returns a stream of every event from now on, for as long as it is referred to."""
         with self._lock:
-            buffer = WorkerEventBuffer(self._workers())
+            stream = WorkerEventStream(self._workers())
             if self._is_closed:
-                buffer.close()
-            self._buffers.add(buffer)
-        self._connect_to(buffer.workers)
-        return buffer
+                stream.close()
+            self._streams.add(stream)
+        self._connect_to(stream.workers)
+        return stream
 
     def close(self) -> None:
-        """Starts no further callback, and closes the buffers."""
+        """Starts no further callback, and closes the streams."""
         with self._lock:
             self._is_closed = True
             self._queue.clear()
             self._handles.clear()
-            buffers = list(self._buffers)
-        for buffer in buffers:
-            buffer.close()
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
-        """In a forked child, has readers of the buffers raise an error."""
-        for buffer in list(self._buffers):
-            buffer.leave_to_parent(why_useless)
+        """In a forked child, has readers of the streams raise an error."""
+        for stream in list(self._streams):
+            stream.leave_to_parent(why_useless)
 
     def _connect_to(self, workers: Sequence[WorkerInfo]) -> None:
         """Connects to workers, because only the loss of a connected worker is noticed."""
@@ -252,8 +284,8 @@ class WorkerEvents(WorkerWatcher):
         """Gives an event to all subscribers. Called with the lock."""
         if self._is_closed:
             return
-        for buffer in list(self._buffers):
-            buffer.put(event)
+        for stream in list(self._streams):
+            stream.put(event)
         self._handles = [each for each in self._handles if not each.removed]
         self._queue.extend((handle, event) for handle in self._handles)
         if self._queue and not self._is_delivering:

@@ -54,10 +54,7 @@ class ListenAddress:
             raise RpcError(str(error)) from error
 
     def reach(self, address: str) -> str:
-        """Checks the address of another worker, which may be forged, before it is dialled.
-
-        Returns:
-            The address to dial.
+        """Checks the address of another worker, which may be forged, and returns the one to dial.
 
         Raises:
             UnsafePathError: it is not where a worker can be, or others than this user may listen there.
@@ -83,11 +80,7 @@ class ListenAddress:
 
 
 def check_consent(options: RpcBackendOptions) -> None:
-    """Refuses a `host`, which other users of this host or other machines can reach, unless the options allow it.
-
-    Raises:
-        RpcError: the options have a host, or it cannot be resolved.
-    """
+    """Raises RpcError for a `host` that other users or machines can reach, unless the options allow that."""
     host = options.find_listening().host
     if host is None or _may_use_tcp(options):
         return
@@ -104,8 +97,7 @@ def check_consent(options: RpcBackendOptions) -> None:
 def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:
     """Returns the directory in which a worker with these options can have a unix socket; None to use TCP.
 
-    Raises:
-        RpcError: there can be no such directory, and the options do not allow TCP.
+    Raises RpcError if there can be no such directory, and the options do not allow TCP.
     """
     if options.find_listening().host is not None:
         return None
@@ -128,21 +120,13 @@ def choose_address(
     directory: SocketDirectory | None,
     places: Sequence[tuple[str, str]] | None,
 ) -> ListenAddress:
-    """Returns where a worker is to listen.
+    """Returns where a worker is to listen, with or without the directory that `find_directory` returns.
 
-    Without a `host` that is a unix socket, unless the options allow others and some members do not share
-    network and directory, or are not known. Then it is the loopback address on one host, else the address by which
-    this host reaches the store, or that others reach (`net.interfaces.address_for_others`).
-
-    Args:
-        options: those of the worker.
-        store: the store at which the group rendezvous.
-        directory: what `find_directory` returns.
-        places: the network names and directories of all members; None if they are not known, as in a dynamic
-            group.
-
-    Raises:
-        RpcError: the `host` is not an address of this machine, or the `advertised_host` has none.
+    Without a `host` that is a unix socket, unless the options allow others and some members do not share network
+    and directory, or are not known. Then it is the loopback address on one host, else the address by which this
+    host reaches the store, or that others reach (`net.interfaces.address_for_others`). The `places` are the
+    network names and directories of all members; None if they are not known, as in a dynamic group. Raises
+    RpcError if the `host` is not an address of this machine, or the `advertised_host` has none.
     """
     settings, any_host = options.find_listening(), _may_use_tcp(options)
     host = settings.host
@@ -164,9 +148,7 @@ def choose_address(
 def unreachable_members(members: Sequence[Member], consent: str) -> str:
     """Returns an error message that names the members which others cannot reach; empty if there are none.
 
-    Args:
-        members: all members of the group.
-        consent: how users allow addresses that other hosts and users reach, for the message.
+    `consent` says how users allow addresses that other hosts and users reach.
     """
     networks = {member.network for member in members}
     directories = {member.directory if member.has_unix_socket else "" for member in members}

@@ -74,13 +74,8 @@ class Evictions:
     ) -> None:
         """Evicts nobody yet.
 
-        Args:
-            loop: the event loop, which has the timers.
-            executor: its threads wait for the store.
-            peers: of this worker, some of which are told.
-            follower: follows the log of the group.
-            lease: seconds after which a suspect worker may be evicted.
-            ask_others: asks the others about a member to which this worker has never been connected.
+        `lease` is the time in seconds after which a suspect worker may be evicted. `ask_others` asks about a
+        member to which this worker has never been connected.
         """
         self._loop = loop
         self._executor = executor
@@ -105,7 +100,7 @@ class Evictions:
     def open(self, control: ControlMessages) -> None:
         """Listens to what other workers tell from now on, and tells them."""
         self._control = control
-        control.on(ROSTER_CHANGED, self._on_told)
+        control.on(ROSTER_CHANGED, lambda _sender, _payload: self.read())
         self._call_soon(self._tick, self._loop.time())
 
     def close(self) -> None:
@@ -134,9 +129,6 @@ class Evictions:
                 return
             self._is_reading = True
         self._executor.submit_urgent(self._run, self._read, 0.0)
-
-    def _on_told(self, _sender: WorkerInfo, _payload: Any) -> None:
-        self.read()
 
     # On threads of the executor.
 

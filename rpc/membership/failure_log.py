@@ -26,14 +26,10 @@ class FailureLog(WorkerWatcher):
     def __init__(self, *, dynamic: bool) -> None:
         """Args: dynamic: whether the group is a dynamic one."""
         self._dynamic = dynamic
-        self._failed: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
+        """The ids of workers that were lost without leaving, and why they are lost; it grows."""
         self._lock = threading.Lock()
         self._logged: set[int] = set()
-
-    @property
-    def failed(self) -> Mapping[int, str]:
-        """The ids of workers that were lost without leaving, and why they are lost; it grows."""
-        return self._failed
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Logs a worker that is lost, and counts it as failed if it did not leave."""
@@ -45,14 +41,12 @@ class FailureLog(WorkerWatcher):
             level = logging.INFO if worker.wire_id in self._logged else logging.WARNING
             self._logged.add(worker.wire_id)
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
-        self._failed[worker.wire_id] = end.reason  # not before: a shutdown says that it goes without this worker
+        self.failed[worker.wire_id] = end.reason  # not before: a shutdown says that it goes without this worker
 
     def on_shutdown(self, agent: RpcAgent, failed: Mapping[int, str]) -> None:
         """Logs the workers that take no part in a shutdown, and have not been logged.
 
-        Args:
-            agent: the agent that shuts down.
-            failed: the ids of the workers that are known anywhere to have failed, and why.
+        `failed` are the ids of the workers that are known anywhere to have failed, and why.
         """
         with self._lock:
             new = failed.keys() - self._logged

@@ -2,11 +2,13 @@
 
 import socket
 from enum import Enum, auto
+from typing import Any
 
 from ...net.host_identity import network_id
 from ...net.interfaces import is_local
 from ...net.user_sockets import UNIX_SCHEME
 from ..contracts.member import Member
+from ..transports.probe import tcp_socket
 from .addresses import ListenAddress, identity
 
 __all__ = ["Presence", "presence_of"]
@@ -30,18 +32,15 @@ class Presence(Enum):
 
 
 def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIMEOUT_S) -> Presence:
-    """Returns what can be found out of a member in some seconds.
-
-    Args:
-        member: the member.
-        where: the address of this worker, which knows what it can dial.
-        seconds: how long to wait for an answer.
-    """
+    """Returns what can be found out of a member in some seconds, by a worker that listens at `where`."""
     is_here = member.network == network_id() and member.directory == identity(where.directory)
     if not is_here and (member.has_unix_socket or is_local(member.host)):
         return Presence.ALIVE  # as far as can be told: elsewhere its address means something else
     try:
-        with _connect(where.reach(member.address), seconds) as connection:
+        connection, target = _socket_to(where.reach(member.address))
+        with connection:
+            connection.settimeout(seconds)
+            connection.connect(target)
             connection.sendall(_OPENING)
             connection.recv(1)
     except (ConnectionRefusedError, FileNotFoundError):
@@ -53,15 +52,8 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
     return Presence.ALIVE
 
 
-def _connect(target: str, seconds: float) -> socket.socket:
-    if not target.startswith(UNIX_SCHEME):
-        host, _, port = target.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), seconds)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(seconds)
-    try:
-        connection.connect(target.removeprefix(UNIX_SCHEME))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def _socket_to(target: str) -> tuple[socket.socket, Any]:
+    """Returns an unconnected socket for a target, and what to connect it to."""
+    if target.startswith(UNIX_SCHEME):
+        return socket.socket(socket.AF_UNIX), target.removeprefix(UNIX_SCHEME)
+    return tcp_socket(target)

@@ -46,11 +46,7 @@ class Departed:
 
     @classmethod
     def from_record(cls, record: Any) -> "Departed":
-        """Returns what `dataclasses.asdict` has made a record of.
-
-        Raises:
-            ValueError, TypeError: it is none.
-        """
+        """Returns what `dataclasses.asdict` has made a record of. Raises ValueError or TypeError if it is none."""
         end = cls(**{**record, "member": Member.from_record(record["member"])})
         if not isinstance(end.reason, str) or type(end.evicted) is not bool or type(end.successor) is not int:
             raise ValueError(f"it describes no end of a worker: {str(record)[:200]!r}")
@@ -96,11 +92,6 @@ class Roster:
         """The number of times that the last member of a dynamic group has left. Each epoch is a new group with all
         ids free."""
         self._names = [member.info.name for member in first]
-
-    @property
-    def used_ids(self) -> set[int]:
-        """The wire ids of all members, current and former, of this epoch."""
-        return self.members.keys() | self._retired
 
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Applies the next entry of the log.
@@ -184,11 +175,7 @@ class Roster:
         }
 
     def restore(self, record: Mapping[str, Any], length: int) -> None:
-        """Takes over what another worker knows after some number of entries; this roster is as it began.
-
-        Args:
-            record: what `to_record` has returned there.
-            length: the number of entries.
+        """Takes over the `to_record` of another worker after `length` entries; this roster is as it began.
 
         Raises:
             ValueError, TypeError, LookupError: it is malformed.
@@ -216,16 +203,11 @@ class Roster:
         return self._by_name.get(name)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
-        """Returns the identity with which a worker can join.
+        """Returns the identity with which a worker can join. Rank -1 is the lowest free one, in a dynamic group.
 
-        Args:
-            name: the name that it wants.
-            rank: the rank that it wants; -1, in a dynamic group, for the lowest free one.
-
-        Raises:
-            RendezvousError: another worker has the name or the rank, or nobody can have the rank.
+        Raises RendezvousError if another worker has the name or the rank, or nobody can have the rank.
         """
-        used = self.used_ids
+        used = self.members.keys() | self._retired
         if self.size:
             if not 0 <= rank < self.size or self._names[rank] != name:
                 raise RendezvousError(f"the group that has formed has no worker {name!r} with rank {rank}")

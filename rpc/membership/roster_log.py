@@ -56,19 +56,15 @@ class RosterLog:
     """One worker's copy of the log and the members that follow from it. Safe to use from any thread."""
 
     def __init__(self, store: TorchStore, group: str = "") -> None:
-        """Knows no entry yet.
-
-        Args:
-            store: has the log.
-            group: the name of a static group; empty for a dynamic one.
-        """
+        """Knows no entry of the log in a store yet. `group` names a static group; a dynamic one has no name."""
         self.dynamic = not group
         """Whether it is the log of a dynamic group."""
         self._store = store
         self._prefix = f"rpc/static/{group}" if group else "rpc/dynamic"
         self._lock = threading.Lock()
-        self._version = RosterVersion()
-        self._digests = deque([self._version.digest], MAX_DIGESTS)
+        self.version = RosterVersion()
+        """Of the locally known prefix of the log."""
+        self._digests = deque([self.version.digest], MAX_DIGESTS)
         """Those of the last versions, up to the present one."""
         self._roster = Roster()
 
@@ -81,11 +77,6 @@ class RosterLog:
     def epoch(self) -> int:
         """The epoch in this copy of the log: the number of times that the last member has left."""
         return self._roster.epoch
-
-    @property
-    def version(self) -> RosterVersion:
-        """Of the locally known prefix of the log."""
-        return self._version
 
     def members(self) -> list[Member]:
         """Returns the members after the locally known prefix of the log."""
@@ -103,27 +94,18 @@ class RosterLog:
             return self._roster.find(name)
 
     def catch_up(self) -> None:
-        """Reads the store to the end of the log.
-
-        Raises:
-            RosterError: an entry in the store, or its snapshot, is none.
-            Exception: what the store raises.
-        """
-        if not self._version.length:
+        """Reads the store to the end of the log. Raises what the store raises, or RosterError."""
+        if not self.version.length:
             self._load_snapshot()
         while self._read(MAX_READ) == MAX_READ:
             pass
 
     def learn(self, version: RosterVersion) -> None:
-        """Reads the entries that another worker knows, and that are new here. Waits for the store.
+        """Reads the entries that another worker says it knows, and that are new here. Waits for the store.
 
-        Args:
-            version: what a worker says that has not been admitted.
-
-        Raises:
-            RosterError: it has other entries than the store, or the store cannot be asked.
+        Raises RosterError if it has other entries than the store, or the store cannot be asked.
         """
-        while (position := self._version.length) < version.length:
+        while (position := self.version.length) < version.length:
             try:
                 count = self._read(min(MAX_READ, version.length - position))
             except RosterError:
@@ -133,7 +115,7 @@ class RosterLog:
             if not count:
                 raise RosterError(f"entry {position} of its roster is not in the store")
         with self._lock:
-            age = self._version.length - version.length
+            age = self.version.length - version.length
             known = self._digests[-1 - age] if age < len(self._digests) else None
         if known is None:
             raise RosterError(f"its roster is {age} entries older than what is known here")
@@ -142,7 +124,7 @@ class RosterLog:
 
     def _read(self, most: int) -> int:
         """Takes in the next entries in the store, `most` at most; returns their number."""
-        position = self._version.length
+        position = self.version.length
         keys = [self._key(position + number) for number in range(self._count(position, most))]
         store: Any = self._store
         if len(keys) > 1 and store.has_extended_api():
@@ -179,10 +161,10 @@ class RosterLog:
             if not self._store.check([self._key(version.length - 1)]):
                 raise RosterError(f"it is of {version.length} entries, which the log does not have")
             with self._lock:
-                if self._version.length:
+                if self.version.length:
                     return  # another thread has read it
                 self._roster.restore(record["roster"], version.length)
-                self._version = version
+                self.version = version
                 self._digests.clear()
                 self._digests.append(version.digest)
         except (RosterError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -191,7 +173,7 @@ class RosterLog:
     def _write_snapshot(self) -> None:
         """Writes what is known here to the store, for workers that join. Another one may just do so, too."""
         with self._lock:
-            version, roster = self._version, self._roster.to_record()
+            version, roster = self.version, self._roster.to_record()
         snapshot = {"length": version.length, "digest": version.digest.hex(), "roster": roster}
         with contextlib.suppress(Exception):  # of the store: who joins reads more entries then
             self._store.set(self._snapshot_key, json.dumps(snapshot))
@@ -199,7 +181,7 @@ class RosterLog:
     def _add(self, position: int, text: str) -> None:
         """Appends an entry of the store, unless it is known. Raises RosterError if it is none."""
         with self._lock:
-            if position != self._version.length:
+            if position != self.version.length:
                 return  # another thread has read it
             try:
                 if len(text) > MAX_ENTRY_CHARACTERS:
@@ -208,8 +190,8 @@ class RosterLog:
                 self._roster.apply(entry if isinstance(entry, dict) else {})
             except (RosterError, ValueError, RecursionError) as error:
                 raise RosterError(f"entry {position} of the roster is refused: {error}") from None
-            self._version = self._version.followed_by(text)
-            self._digests.append(self._version.digest)
+            self.version = self.version.followed_by(text)
+            self._digests.append(self.version.digest)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Returns the identity with which a worker can join: see `Roster.choose`."""
@@ -219,8 +201,7 @@ class RosterLog:
     def join(self, member: Member) -> bool:
         """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster.
 
-        Raises:
-            RosterError: the others would refuse it.
+        Raises RosterError if the others would refuse it.
         """
         record = asdict(member)
         try:
@@ -239,20 +220,10 @@ class RosterLog:
         return identifier in self._roster.members
 
     def evict(self, identifier: int, reason: str, by: int | None) -> bool:
-        """Appends an eviction to the log, unless one of the two workers is no member any more.
+        """Appends an eviction to the log, unless one of the two workers is no member; returns whether it has.
 
-        So of two workers that want to evict each other, the faster one stays.
-
-        Args:
-            identifier: the worker that does not answer.
-            reason: why it is evicted.
-            by: the worker that evicts it, which is this one; None if it is about to join.
-
-        Returns:
-            Whether this worker has evicted it.
-
-        Raises:
-            Exception: what the store raises.
+        So of two workers that want to evict each other, the faster one stays. `by` is the id of this worker; None
+        if it is about to join. Raises what the store raises.
         """
         has_evicted = False
         concerned = {identifier} if by is None else {identifier, by}
@@ -283,7 +254,7 @@ class RosterLog:
                 f"what the others have to know has {len(text)} characters, of {MAX_ENTRY_CHARACTERS} at most: "
                 "give fewer device maps"
             )
-        position = self._version.length
+        position = self.version.length
         stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
         self._add(position, stored)
         if stored != text:

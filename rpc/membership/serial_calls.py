@@ -17,11 +17,6 @@ class SerialCalls:
     """Runs blocking calls on threads of the executor, one at a time. Used on the event loop only."""
 
     def __init__(self, executor: Executor) -> None:
-        """Runs nothing yet.
-
-        Args:
-            executor: has the threads.
-        """
         self._executor = executor
         self._running = asyncio.Lock()
 

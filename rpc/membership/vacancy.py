@@ -47,12 +47,8 @@ class Vacancy:
     ) -> None:
         """Looks at nothing yet.
 
-        Args:
-            roster: the log of the group.
-            where: the address of this worker.
-            options: those of this worker, whose lease counts.
-            name: that of this worker, and of the member whose place it wants.
-            group: returns the name of the group, when the log has been read.
+        The name is that of this worker and of the member whose place it wants. `group` returns the name of the
+        group when the log has been read.
         """
         self._roster = roster
         self._where = where
@@ -69,11 +65,8 @@ class Vacancy:
     def wait(self, seconds: float) -> Member | None:
         """Waits while the member that has the place does not answer, and may live.
 
-        Returns:
-            The member, if it is alive or its process has ended; None if it has left or has been evicted.
-
-        Raises:
-            RendezvousError: it has not answered and has not been evicted in time.
+        Returns the member, if it is alive or its process has ended; None if it has left or has been evicted.
+        Raises RendezvousError if it has not answered and has not been evicted in time.
         """
         found = self._find()
         deadline = time.monotonic() + seconds
@@ -124,14 +117,11 @@ class Vacancy:
 
     def _try_to_evict(self, silent: Member) -> None:
         """Evicts a member, if most others can be asked and none of them vouches for it."""
-        verdict = self._ask_others(silent)
+        others = [member for member in self._roster.members() if member.info != silent.info]
+        verdict = ask_before_joining(self._name, self._options, self._where, self._group(), silent.info, others)
         if verdict is not Verdict.SILENT:
             log.warning("%s cannot be evicted: %s", silent, verdict.value)
             return
         lease = self._options.liveness.lease
         reason = f"it did not answer {self._name!r}, which wants its place, for {lease:g} s, nor any other member"
         self._roster.evict(silent.info.wire_id, reason, by=None)
-
-    def _ask_others(self, silent: Member) -> Verdict:
-        others = [member for member in self._roster.members() if member.info != silent.info]
-        return ask_before_joining(self._name, self._options, self._where, self._group(), silent.info, others)

@@ -78,11 +78,7 @@ def verdict_of(votes: Iterable[Vote]) -> Verdict:
 
 
 def parse_question(data: bytes) -> agent_pb2.VouchRequest:
-    """Parses the question of another worker.
-
-    Raises:
-        RefusedError: it is too long, or malformed.
-    """
+    """Parses the question of another worker. Raises RefusedError if it is too long, or malformed."""
     if len(data) > MAX_REQUEST_BYTES:
         raise RefusedError(f"the question has {len(data)} bytes, of {MAX_REQUEST_BYTES} at most")
     try:
@@ -91,14 +87,11 @@ def parse_question(data: bytes) -> agent_pb2.VouchRequest:
         raise RefusedError("the message is no question") from None
 
 
-async def ask(endpoint: GrpcEndpoint, question: agent_pb2.VouchRequest, members: Iterable[Member]) -> Verdict:
-    """Asks members about another one; returns what they say together.
-
-    Args:
-        endpoint: of the worker that asks, which need not listen.
-        question: who asks, and about whom.
-        members: all others.
-    """
+async def ask(
+    endpoint: GrpcEndpoint, group: str, me: str, worker: WorkerInfo, members: Iterable[Member]
+) -> Verdict:
+    """Asks members about another one, by an endpoint that need not listen; returns what they say together."""
+    question = agent_pb2.VouchRequest(group=group, worker_name=me, member_id=worker.wire_id)
     limit, request = asyncio.Semaphore(MAX_ASKED), question.SerializeToString()
 
     async def ask_one(member: Member) -> Vote:
@@ -118,21 +111,14 @@ def ask_before_joining(
 ) -> Verdict:
     """Asks members about another one on behalf of a worker that is none yet, and waits for what they say together.
 
-    Args:
-        name: of the worker that wants to join.
-        options: its options.
-        where: its address, which knows what it can dial.
-        group: the name of the group.
-        worker: the member in question.
-        others: all other members.
+    The name, options and address (`where`) are those of the worker that wants to join.
     """
     events = acquire_event_loop()
     try:
         endpoint = GrpcEndpoint(name, options.find_credentials(), options.liveness)
         endpoint.reach = where.reach
         try:
-            question = agent_pb2.VouchRequest(group=group, worker_name=name, member_id=worker.wire_id)
-            return events.run(ask(endpoint, question, others))
+            return events.run(ask(endpoint, group, name, worker, others))
         finally:
             endpoint.audit.close()
     finally:
@@ -163,14 +149,7 @@ class Vouching:
         peers: Peers,
         executor: Executor,
     ) -> None:
-        """Has been asked nothing yet.
-
-        Args:
-            group: the name of the group.
-            endpoint: knows who asks, by the certificate.
-            peers: the members that it knows.
-            executor: one of its threads at a time waits for the answer of a member.
-        """
+        """Has been asked nothing yet. The endpoint knows who asks; threads of the executor wait for members."""
         self.where: ListenAddress | None = None
         """At which this worker listens."""
         self._group = group
@@ -181,10 +160,7 @@ class Vouching:
 
     async def ask_others(self, worker: WorkerInfo, others: Iterable[Member]) -> Verdict:
         """Asks other members about one; returns what they say together."""
-        question = agent_pb2.VouchRequest(
-            group=self._group, worker_name=self._peers.me.name, member_id=worker.wire_id
-        )
-        return await ask(self._endpoint, question, others)
+        return await ask(self._endpoint, self._group, self._peers.me.name, worker, others)
 
     async def serve(self, data: bytes, context: Any) -> bytes:
         """Serves the Vouch method of the agent's gRPC service."""
@@ -215,11 +191,7 @@ class Vouching:
         if peer is None:
             raise RefusedError("this worker does not know the member", grpc.StatusCode.UNAVAILABLE)
         if peer.link is None or peer.link.state is LinkState.UNCONNECTED:
-            return await self._look(peer.member)
+            assert self.where is not None  # else nobody could ask
+            # Whether the member answers, or cannot be asked from here.
+            return await self._looks.run(partial(presence_of, peer.member, self.where)) is Presence.ALIVE
         return peer.link.state is not LinkState.LOST
-
-    async def _look(self, member: Member) -> bool:
-        """Returns whether a member answers, or cannot be asked from here."""
-        where = self.where
-        assert where is not None  # else nobody could ask
-        return await self._looks.run(partial(presence_of, member, where)) is Presence.ALIVE

@@ -223,11 +223,11 @@ def test_every_change_is_either_before_or_after_a_subscription():
     changing = threading.Thread(target=change)
     changing.start()
     assert halfway.wait(30)
-    buffers = [events.buffer() for _ in range(20)]
+    streams = [events.stream() for _ in range(20)]
     changing.join()
-    for buffer in buffers:
-        present = {worker.id for worker in buffer.workers}
-        while (event := take(buffer)) is not None:
+    for stream in streams:
+        present = {worker.id for worker in stream.workers}
+        while (event := take(stream)) is not None:
             if isinstance(event, rpc.WorkerJoined):
                 assert event.worker.id not in present
                 present.add(event.worker.id)
@@ -236,5 +236,5 @@ def test_every_change_is_either_before_or_after_a_subscription():
         assert present == {0, *range(2, 2000, 2)}
 
 
-def take(buffer):
-    return buffer.take(lambda: None)
+def take(stream):
+    return stream.take(lambda: None)
