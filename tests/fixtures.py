@@ -21,6 +21,7 @@ from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests import ports
+from tests.addresses import address_here
 from tests.c10d.members import join_all
 from tests.hosts import Network, why_unavailable
 from tests.interpreters import Python
@@ -161,7 +162,7 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
             )
             for rank in range(count)
         )
-        members = [Member(agent.info, agent.listen()) for agent in made]
+        members = [Member(agent.info, agent.listen(address_here())) for agent in made]
         for agent in made:
             agent.open(members, PrefixStore("agents", store))
         return made

@@ -149,10 +149,10 @@ class GrpcAgent(RpcAgent):
             self._executor,
         )
 
-    def listen(self, where: ListenAddress | None = None) -> str:
-        """Starts serving, by default for this host and user only; returns the address at which others dial."""
+    def listen(self, where: ListenAddress) -> str:
+        """Starts serving; returns the address at which others dial."""
         make_changes = partial(Changes, watchers=self._watchers, executor=self._executor)
-        return self._network.listen(where or ListenAddress.on_this_host(), self._dispatcher, make_changes)
+        return self._network.listen(where, self._dispatcher, make_changes)
 
     def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.

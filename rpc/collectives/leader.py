@@ -56,6 +56,10 @@ class _OpenRound:
         """The ids of the living members whose values have not arrived, and may still do so."""
         return self.expected - self.values.keys() - self.passed_on
 
+    def result(self) -> RoundResult:
+        """Returns the result of the values that have arrived."""
+        return VOID if self.passed_on else RoundResult(self.values)
+
 
 @final
 class RoundLeader:
@@ -271,11 +275,7 @@ class RoundLeader:
 
     def _finish_complete_rounds(self) -> None:
         with self._lock:
-            complete = {
-                key: VOID if each.passed_on else RoundResult(each.values)
-                for key, each in self._open.items()
-                if not each.missing
-            }
+            complete = {key: each.result() for key, each in self._open.items() if not each.missing}
         for key, result in complete.items():
             self.finish(key, result)
 

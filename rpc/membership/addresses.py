@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import final
 
 from ...c10d.stores.describe import store_host
 from ...c10d.torch_types import TorchStore
@@ -44,14 +44,6 @@ class ListenAddress:
     advertised: str = LOOPBACK
     any_host: bool = False
     ports: PortRange = ANY_PORT
-
-    @classmethod
-    def on_this_host(cls) -> Self:
-        """Returns an address that only processes of this user reach. Raises RpcError if there can be none."""
-        try:
-            return cls(_open_directory())
-        except UnsafePathError as error:
-            raise RpcError(str(error)) from error
 
     def reach(self, address: str) -> str:
         """Checks the address of another worker, which may be forged, and returns the one to dial.

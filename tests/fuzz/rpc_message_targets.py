@@ -40,6 +40,7 @@ from gradwire.rpc.wire.parsing import parse_envelope
 from gradwire.tracing.profile_request import SETTINGS, ProfileRequest
 from hypothesis import strategies as st
 
+from tests.addresses import address_here
 from tests.fuzz.exposed import count_to, echo
 from tests.fuzz.framing import framed, unframed
 from tests.fuzz.rpc_value_targets import MAX_OPERATIONS, PICKLES
@@ -155,7 +156,7 @@ def _agent(info: WorkerInfo) -> tuple[GrpcAgent, _Threads]:
             scheduler=lambda *_: threads,
         ),
     )
-    made.listen()
+    made.listen(address_here())
     made.open([Member(worker, "", 0, "") for worker in (ME, PEER, OTHER)])
     return made, threads
 

@@ -38,6 +38,7 @@ from gradwire.rpc.peers.changes import Changes
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers
 
+from tests.addresses import address_here
 from tests.rref.chance import Chance
 from tests.simulated_peers import SilentTransport, simulated_parts
 
@@ -90,7 +91,7 @@ class Machine:
                 scheduler=lambda *_: SimulatedScheduler(self),
             ),
         )
-        self.agent.listen()
+        self.agent.listen(address_here())
         self.agent.open(members)
 
     def peer(self, other: "Machine") -> Peer:

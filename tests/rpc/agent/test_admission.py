@@ -27,6 +27,7 @@ from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.handshake import PROTOCOL
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
 
+from tests.addresses import address_here
 from tests.remote_functions import identity, wait_until
 
 HELLO = agent_pb2.Hello(protocol=PROTOCOL, group="test", worker_id=1, worker_name="agent1")
@@ -299,7 +300,7 @@ def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop
     ]
     try:
         a, b = agents
-        members = [Member(agent.info, agent.listen()) for agent in agents]
+        members = [Member(agent.info, agent.listen(address_here())) for agent in agents]
         a._network.open(members, a.control)
 
         async def open_and_leave() -> None:

@@ -15,6 +15,7 @@ from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 
+from tests.addresses import address_here
 from tests.remote_functions import set_event, wait_for
 
 
@@ -46,7 +47,7 @@ def test_calls_end_although_an_extension_raises(caplog):
     roster = RosterLog(HashStore(), "test")
     agent = GrpcAgent(WorkerInfo("alone", 0), RpcBackendOptions(), "test", roster, extensions=extensions)
     try:
-        agent.open([Member(agent.info, agent.listen())])
+        agent.open([Member(agent.info, agent.listen(address_here()))])
         with holder.using(agent):
             assert rpc.rpc_async("alone", divmod, (7, 2), timeout=0).wait() == (3, 1)
             with pytest.raises(ZeroDivisionError):

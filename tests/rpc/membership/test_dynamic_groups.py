@@ -21,6 +21,7 @@ from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports import handshake
 
 from tests import remote_functions
+from tests.addresses import address_here
 from tests.remote_functions import add, assert_clean, identity, keep, wait_until
 
 
@@ -264,7 +265,7 @@ def enter():
     def start(name, log):
         agent = GrpcAgent(log.choose(name, -1), rpc.RpcBackendOptions(), "dynamic/group/0", log)
         agents.append(agent)
-        assert log.join(Member(agent.info, agent.listen()))
+        assert log.join(Member(agent.info, agent.listen(address_here())))
         return agent
 
     yield start

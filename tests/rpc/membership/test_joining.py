@@ -13,6 +13,7 @@ from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.membership.addresses import ListenAddress
 from gradwire.rpc.membership.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 
+from tests.addresses import address_here
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import network
 from tests.stopped import stopped
@@ -151,7 +152,7 @@ def reason_of_eviction() -> str:
 def test_members_answer_questions_about_their_own_group_only(agents, group, verdict):
     a, b = agents(2)
     others = [a.peers.by_id[a.info.wire_id].member]
-    where = ListenAddress.on_this_host()
+    where = address_here()
     assert ask_before_joining("c", rpc.RpcBackendOptions(), where, group, b.info, others) is verdict
 
 
