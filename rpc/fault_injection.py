@@ -32,6 +32,7 @@ from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
 from .channels.broadcast import broadcasts
 from .collectives import all_gather
+from .contracts.control import CANCELLED
 from .contracts.extension import ExtensionFactory
 from .contracts.messages import MessageType
 from .contracts.options import RpcBackendOptions
@@ -56,7 +57,8 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    kinds = [CONFIRMED, *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS]
+    of_rooms = *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS
+    kinds = [CANCELLED, CONFIRMED, *of_rooms]
     return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
 
 

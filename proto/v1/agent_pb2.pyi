@@ -62,8 +62,6 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """streams: STREAM_OPEN is answered when the stream ends; the others are sent while it is open
     run a generator function
     """
-    STREAM_OPENED: _MessageType.ValueType  # 65
-    """to the consumer: the generator exists and can be closed"""
     STREAM_ITEM: _MessageType.ValueType  # 66
     """to the consumer: one item"""
     STREAM_CREDIT: _MessageType.ValueType  # 67
@@ -122,8 +120,6 @@ STREAM_OPEN: MessageType.ValueType  # 64
 """streams: STREAM_OPEN is answered when the stream ends; the others are sent while it is open
 run a generator function
 """
-STREAM_OPENED: MessageType.ValueType  # 65
-"""to the consumer: the generator exists and can be closed"""
 STREAM_ITEM: MessageType.ValueType  # 66
 """to the consumer: one item"""
 STREAM_CREDIT: MessageType.ValueType  # 67

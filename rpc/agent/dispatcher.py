@@ -72,7 +72,7 @@ class Dispatcher:
         if kind == CONTROL:
             pass  # it has nothing else
         elif kind == CANCEL:
-            self._server.cancel(peer, envelope)
+            self._server.cancel(peer, envelope.id)
         elif kind in ANSWERS:
             self._caller.receive(peer, envelope, payloads)
         else:

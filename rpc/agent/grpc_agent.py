@@ -21,6 +21,7 @@ from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
+from ..contracts.control import CANCELLED
 from ..contracts.extension import ExtensionFactory
 from ..contracts.member import Member
 from ..contracts.messages import Incoming, MessageType, Outgoing, Request
@@ -125,6 +126,7 @@ class GrpcAgent(RpcAgent):
         self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(self._all_gather_service.handlers())
         self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
+        self._control.on(CANCELLED, self._server.on_cancelled, is_quick=True)
         self._dispatcher = Dispatcher(
             self._caller, self._server, self._control, self._received, self._extensions, self._executor
         )

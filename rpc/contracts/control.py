@@ -5,7 +5,10 @@ from typing import Any, Protocol
 
 from .worker import WorkerInfo
 
-__all__ = ["ControlHandler", "ControlMessages", "ControlValues", "OnSettled"]
+__all__ = ["CANCELLED", "ControlHandler", "ControlMessages", "ControlValues", "OnSettled"]
+
+CANCELLED = "call.cancelled"
+"""The kind of message that cancels a request, which it names by its id, as CANCEL does, but cannot get lost."""
 
 ControlHandler = Callable[[WorkerInfo, Any], None]
 """Processes a control message; takes the sender and the payload. Must not wait for other workers."""

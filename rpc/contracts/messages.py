@@ -133,9 +133,14 @@ class LaterAnswer:
 @final
 @dataclass(slots=True, frozen=True)
 class Deferred(LaterAnswer):
-    """The answer of a handler that is not known yet. No thread waits for the future."""
+    """The answer of a handler that is not known yet. No thread waits for the future.
+
+    on_aborted: called on any thread if nobody waits for the answer any more: the caller has cancelled the request,
+        or is lost. Must not block.
+    """
 
     future: "concurrent.futures.Future[Any]"
+    on_aborted: Callable[[], None] = lambda: None
 
 
 @final

@@ -18,7 +18,7 @@ when a thread comes to them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import final
 
@@ -58,6 +58,7 @@ class ServedCall:
         "key",
         "message",
         "nbytes",
+        "on_aborted",
         "payloads",
         "source",
         "state",
@@ -89,6 +90,8 @@ class ServedCall:
         """What it waits for, or has waited for: kept alive until it runs."""
         self.message: Incoming | None = None
         """Itself, decoded, in DEFERRED."""
+        self.on_aborted: Callable[[], None] | None = None
+        """What is to be called in DEFERRED when nobody waits for the answer any more."""
 
     @property
     def is_expired(self) -> bool:

@@ -18,7 +18,7 @@ from typing import final
 
 from ...errors import LimitReachedError
 from ..contracts.extension import Awaited
-from ..contracts.messages import Incoming
+from ..contracts.messages import Deferred, Incoming
 from ..contracts.options import FlowControlOptions
 from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..peers.flow_control import CALL_BYTES
@@ -143,13 +143,13 @@ class ServedCalls:
 
     # Those that are answered later.
 
-    def defer(self, call: ServedCall, message: Incoming) -> bool:
+    def defer(self, call: ServedCall, message: Incoming, answer: Deferred) -> bool:
         """Registers a request whose answer a future will have; `take_deferred` follows.
 
         Returns:
             False if nobody waits for the answer: what ended it came before it was there to be found.
         """
-        call.message, call.state = message, ServedState.DEFERRED
+        call.message, call.on_aborted, call.state = message, answer.on_aborted, ServedState.DEFERRED
         self.deferred[call.key] = call
         return not call.is_cancelled and call.source.end is None
 

@@ -241,11 +241,12 @@ class Server(WorkerWatcher):
                     self._codec.confirm(message)
                     self._executor.call_last(result.then)
                     return
-                future = cast(Deferred, result).future
+                deferred = cast(Deferred, result)
+                future = deferred.future
                 if not future.done():
                     if handler.user_values:
                         self._counter.begin_answer()
-                    is_awaited = self.calls.defer(call, message)
+                    is_awaited = self.calls.defer(call, message, deferred)
                     future.add_done_callback(partial(self._answer_later, call.key))
                     if not is_awaited:
                         self._executor.submit(self.abort, [call.key])
@@ -317,9 +318,14 @@ class Server(WorkerWatcher):
             if handler.user_values:
                 self._counter.end_answer()
 
-    def cancel(self, source: Peer, envelope: agent_pb2.Envelope) -> None:
+    def on_cancelled(self, worker: WorkerInfo, payload: tuple[int]) -> None:
+        """Handles CANCELLED. Called on any thread."""
+        (identifier,) = payload
+        self.cancel(self._peers.of(worker), identifier)
+
+    def cancel(self, source: Peer, identifier: int) -> None:
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
-        key = source.id, envelope.id
+        key = source.id, identifier
         # Here and now: in the executor's queue it would come after the calls that wait for a thread.
         if self.calls.cancel(key):
             return
@@ -351,6 +357,8 @@ class Server(WorkerWatcher):
             if (call := self.calls.take_deferred(key)) is None:
                 continue
             self._answer_error(call.source, call.envelope, RpcCancelledError(self._me.name))
+            if call.on_aborted is not None:
+                call.on_aborted()
             if call.handler is not None and call.handler.user_values:
                 self._counter.end_answer()
 

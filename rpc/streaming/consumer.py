@@ -8,16 +8,14 @@ from typing import Any, NamedTuple, final
 from ...errors import Outcome, RpcError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
+from ..contracts.control import CANCELLED
 from ..contracts.messages import MessageType
 from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.futures import Future, error_of
 from ..execution.kept_errors import copy_error
 
-__all__ = ["CLOSE", "ItemNotReadyError", "StreamConsumer"]
-
-CLOSE = "stream.close"
-"""The kind of control message by which a consumer has the producer close its generator."""
+__all__ = ["ItemNotReadyError", "StreamConsumer"]
 
 CREDITS_PER_WINDOW = 4
 """Credit is sent when this fraction of a window (one in so many) has been taken, so that small items share a
@@ -64,8 +62,6 @@ class StreamConsumer:
         """Whether the last item has been taken, or the stream has been closed."""
         self.buffered_bytes = 0
         """Bytes of the items that wait to be taken."""
-        self.is_open_at_producer = False
-        """Whether the producer knows the stream, and so can be told to close it."""
         self._agent = agent
         self._on_closed = on_closed
         self._changed = threading.Condition()
@@ -95,23 +91,7 @@ class StreamConsumer:
         self._answer = answer
         answer.add_done_callback(lambda _: self._on_answer(answer))
 
-    @property
-    def may_still_open(self) -> bool:
-        """Whether the producer may yet tell that it knows the stream: not after it has told how that ended."""
-        if self.is_open_at_producer:
-            return False
-        if self._answer is None or not self._answer.done():
-            return True
-        error = error_of(self._answer)
-        return isinstance(error, RpcError) and error.outcome is Outcome.UNKNOWN
-
     # From the producer.
-
-    def on_opened(self) -> bool:
-        """Notes that the producer knows the stream. Returns False if this consumer is done already."""
-        with self._changed:
-            self.is_open_at_producer = True
-            return not self.is_done
 
     def on_item(self, index: int, value: Any, error: Exception | None, nbytes: int) -> None:
         """Buffers an item, or the error that is raised in its place. Ignores duplicates.
@@ -257,13 +237,12 @@ class StreamConsumer:
     def _end(self) -> None:
         """Forgets the stream, and ends it at the producer. Called without the lock."""
         self._on_closed(self)
-        # A control message, which does not get lost. If the producer does not know the stream yet, it is sent when
-        # STREAM_OPENED arrives.
         if (answer := self._answer) is None:
             return
         was_cut_off = answer.done() and isinstance(error_of(answer), WorkerSuspectError)
-        if was_cut_off or (answer.cancel() and self.is_open_at_producer):
-            self._agent.control.send(self.producer, CLOSE, self.id)
+        if was_cut_off or answer.cancel():
+            # The message of `cancel` gets lost if the connection breaks now, which the producer may not notice.
+            self._agent.control.send(self.producer, CANCELLED, (self.id,))
 
     def _send_credit(self) -> SendFailedError | None:
         """Tells the producer what has been taken, if it is time to. Returns why that failed."""

@@ -6,8 +6,6 @@ request and their index. The consumer tells the producer what it has taken (cred
 generator only while the items that have been sent and not taken are less than a window.
 """
 
-import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -26,16 +24,13 @@ from ..contracts.extension import Extension
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request, UnwantedMessageError
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
-from .consumer import CLOSE, StreamConsumer
+from .consumer import StreamConsumer
 from .producer import StreamProducer, iterator_of
 
 __all__ = ["Streams"]
 
 MAX_STREAMS_FACTOR = 2
 """Streams to one other worker that are open, at most: the calls that it may have in flight, times this."""
-
-MAX_CLOSED_EARLY = 1 << 16
-"""Streams that were closed here before their producer has told that they exist, of which this worker knows."""
 
 NO_STREAM = "there is no such stream between its sender and this worker"
 
@@ -44,17 +39,12 @@ NO_STREAM = "there is no such stream between its sender and this worker"
 class Streams(Extension):
     """The open streams of one agent: those that it consumes and those that it produces."""
 
-    control_kinds = (CLOSE,)
-
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._consumers: dict[int, StreamConsumer] = {}
         self._producers: dict[tuple[int, int], StreamProducer] = {}
-        self._closed_early: OrderedDict[tuple[int, int], None] = OrderedDict()
-        """The producers and ids of streams that were closed here before STREAM_OPENED, in this order."""
         flow = agent.options.flow_control
         self._max_produced = MAX_STREAMS_FACTOR * max(flow.max_in_flight, flow.max_received)
-        agent.control.on(CLOSE, self._on_close)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of the STREAM_ messages."""
@@ -66,7 +56,6 @@ class Streams(Extension):
                 operation="rpc_stream",
                 description="the request of a stream from worker",
             ),
-            MessageType.STREAM_OPENED: Handler(self._on_opened, check=self._check_opened),
             MessageType.STREAM_ITEM: Handler(
                 self._on_item, user_values=True, check=self._check_item, on_error=self.on_decode_error
             ),
@@ -106,31 +95,7 @@ class Streams(Extension):
         return consumer
 
     def _remove_consumer(self, consumer: StreamConsumer) -> None:
-        if self._consumers.pop(consumer.id, None) is None or not consumer.may_still_open:
-            return
-        producer = consumer.producer.wire_id
-        if self.agent.end_of(producer) is None:
-            self._closed_early[producer, consumer.id] = None
-            while len(self._closed_early) > MAX_CLOSED_EARLY:
-                with contextlib.suppress(KeyError):  # another thread has removed the last one
-                    self._closed_early.popitem(last=False)
-
-    def _on_opened(self, message: Incoming) -> None:
-        consumer = self._consumer_of(message)
-        if consumer is None or not consumer.on_opened():
-            self._close_at_producer(message)
-
-    def _close_at_producer(self, opened: Incoming) -> None:
-        self.agent.control.send(opened.source, CLOSE, opened.envelope.stream.stream_id)
-
-    def _check_opened(self, message: Incoming) -> None:
-        """Raises UnwantedMessageError for STREAM_OPENED of a stream that has no consumer here, or not any more."""
-        if self._consumer_of(message) is None:
-            key = message.source.wire_id, message.envelope.stream.stream_id
-            with contextlib.suppress(KeyError):  # it is told once: others can ask for that without end
-                self._closed_early.pop(key)
-                self._close_at_producer(message)
-            raise UnwantedMessageError(NO_STREAM)
+        self._consumers.pop(consumer.id, None)
 
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
@@ -166,18 +131,13 @@ class Streams(Extension):
         key = (producer.consumer.wire_id, producer.id)
         self._producers[key] = producer
         producer.done.add_done_callback(lambda _: self._producers.pop(key, None))
-        try:
-            self._post_opened(message)
-        except BaseException:
-            self.agent.submit(producer.close)
-            raise
         # `on_worker_lost` or `on_worker_suspect` may have run before the producer was registered.
         try:
             self.agent.check_present([producer.consumer.wire_id])
         except (WorkerLostError, WorkerSuspectError) as error:
             producer.close(self._cut_off(error.reason))
         self.agent.submit(producer.advance)
-        return Deferred(producer.done)
+        return Deferred(producer.done, lambda: self.agent.submit(producer.close))  # which runs user code
 
     def _check_count(self, consumer: WorkerInfo) -> None:
         """Raises LimitReachedError if too many streams to a worker are open."""
@@ -198,30 +158,14 @@ class Streams(Extension):
         if self._producer_of(message) is None:
             raise UnwantedMessageError(NO_STREAM)
 
-    def _on_close(self, sender: WorkerInfo, stream_id: Any) -> None:
-        if (producer := self._producers.get((sender.wire_id, stream_id))) is not None:
-            self.agent.submit(producer.close)  # it runs user code, which may block
-
     def _producer_of(self, message: Incoming) -> StreamProducer | None:
         return self._producers.get((message.source.wire_id, message.envelope.stream.stream_id))
-
-    def _post_opened(self, request: Incoming) -> None:
-        """Tells the consumer that its stream is known here, and so can be closed."""
-
-        def fill_header(envelope: agent_pb2.Envelope) -> None:
-            envelope.stream.stream_id = request.envelope.id
-
-        with contextlib.suppress(WorkerLostError, WorkerSuspectError):
-            self.agent.post(request.source, MessageType.STREAM_OPENED, None, header=fill_header)
 
     # Both.
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends the streams from and to a lost worker."""
         self._end_streams(worker, end.as_error(worker.name), end.reason)
-        for key in self._closed_early.copy():
-            if key[0] == worker.wire_id:
-                self._closed_early.pop(key, None)
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Ends the streams from and to a suspect worker, of which items may be lost."""

@@ -174,7 +174,7 @@ CONTROL = {
     "autograd.ask_open": None,
     "autograd.open": (1 << 48 | 9, frozenset({1 << 48 | 1})),
     "autograd.abort": (1 << 48 | 1, (1, 1), ValueError("it failed")),
-    "stream.close": 4,
+    "call.cancelled": (4,),
     "all_gather.ask": RoundKey("user", 0, (0, 1)),
     "all_gather.tell": (RoundKey("topic", 0, (0, 1)), RoundResult({0: 1, 1: 2})),
     "other": None,
@@ -223,12 +223,9 @@ def valid_messages() -> list[bytes]:
         stream.close()
         threads.run()
     peer._extensions.close()
-    credit, opened = (
-        agent_pb2.Envelope(type=each) for each in (MessageType.STREAM_CREDIT, MessageType.STREAM_OPENED)
-    )
+    credit = agent_pb2.Envelope(type=MessageType.STREAM_CREDIT)
     credit.stream.stream_id, credit.stream.items, credit.stream.nbytes = 5, 3, 1000
-    opened.stream.stream_id = 3
-    others = (credit, opened, agent_pb2.Envelope(type=MessageType.CANCEL, id=5))
+    others = (credit, agent_pb2.Envelope(type=MessageType.CANCEL, id=5))
     return [*threads.sent, *map(agent_pb2.Envelope.SerializeToString, others)]
 
 

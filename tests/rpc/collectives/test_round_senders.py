@@ -176,19 +176,14 @@ def send_item(sender, receiver, stream: int, index: int, value: object = 1) -> N
     sender.post(receiver.info, MessageType.STREAM_ITEM, value, header=fill)
 
 
-def test_items_and_the_beginning_of_a_stream_come_from_its_producer(agents):
+def test_items_of_a_stream_come_from_its_producer(agents):
     a, b, c = agents(3)
     with holder.using(a):
         stream = rpc.rpc_stream(b.info, count_to, (3,))
         (consumer,) = a.extension(Streams)._consumers.values()
         for index in range(3):
             send_item(c, a, consumer.id, index, "forged")
-        c.post(a.info, MessageType.STREAM_OPENED, None, header=lambda e: e.stream.CopyFrom(_of(consumer.id)))
         assert list(stream) == [0, 1, 2]
-
-
-def _of(stream: int) -> agent_pb2.StreamHeader:
-    return agent_pb2.StreamHeader(stream_id=stream)
 
 
 def wait_until_set() -> object:

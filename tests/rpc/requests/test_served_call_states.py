@@ -72,7 +72,7 @@ class Functions(Extension):
         self.promises: dict[int, Promise] = {}
         self.futures: dict[int, concurrent.futures.Future[int]] = {}
         self.runs: Counter[int] = Counter()
-        self.cancel: Callable[[agent_pb2.Envelope], None]
+        self.cancel: Callable[[int], None]
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         return {CALL: Handler(self.run, user_values=True, cancellable=True)}
@@ -87,7 +87,7 @@ class Functions(Extension):
         if self.kinds[identifier] == FAILURE:
             raise ValueError("the function fails")
         if self.kinds[identifier] == CANCELLED:
-            self.cancel(message.envelope)
+            self.cancel(message.envelope.id)
             return Deferred(concurrent.futures.Future())
         if self.kinds[identifier] == FUTURE:
             self.futures[identifier] = future = concurrent.futures.Future()
@@ -213,7 +213,7 @@ class Requests(RuleBasedStateMachine):
         identifier = data.draw(st.sampled_from(sorted(self.arrived)))
         if not self.functions.runs[identifier]:
             self.must_not_run.add(identifier)
-        self.server.cancel(self.peer, self.arrived[identifier].envelope)
+        self.server.cancel(self.peer, identifier)
 
     @precondition(lambda self: self.arrived)
     @rule(data=st.data())
