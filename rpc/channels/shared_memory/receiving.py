@@ -5,7 +5,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
@@ -13,10 +13,6 @@ from .buffers_in_use import BuffersInUse, Memory
 from .mapping import MAX_SEGMENTS, SEALS, WRITE_SEALS, Mapping, may_send_back
 
 __all__ = ["MappedSegments"]
-
-_NO_MEMORY: Final = "there is no memory"
-_NO_DESCRIPTOR: Final = "no file descriptor was left for it"
-"""Why a segment is refused. One without a descriptor cannot be mapped later."""
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +58,7 @@ class MappedSegments:
         self._numbers: dict[int, int] = {}
         """Those of the segments that are mapped, by address."""
         self._refused: dict[int, str] = {}
-        """Why segments are not mapped, by their number."""
-        self._unmapped: dict[int, tuple[int, int, bool]] = {}
-        """Those of them that are tried again: descriptor, size in bytes, and whether they are shared."""
+        """Why segments are not mapped, by their number. Their maker makes others for the next payloads."""
         self._in_use = BuffersInUse(self._on_unused)
         self._going_back: dict[int, object] = {}
         """The segments that go back with their bytes when nothing refers to these: by number, something unique."""
@@ -102,40 +96,20 @@ class MappedSegments:
         if len(self._maps) + len(self._refused) >= 2 * MAX_SEGMENTS:
             raise ValueError(f"segment {number} is one too many")
         if descriptor < 0:
-            self._refused[number] = _NO_DESCRIPTOR
+            self._refused[number] = "no file descriptor was left for it"
             log.warning("no file descriptor is left for a segment of %d bytes", size)
         elif self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
             limit = f"{self._mapped_bytes} bytes are mapped, and max_mapped_bytes is {self._max_bytes}"
             self._refused[number] = limit
-        elif not self._map(number, descriptor, size, is_shared=is_shared):
+        else:
             try:
-                self._unmapped[number] = os.dup(descriptor), size, is_shared
-                self._refused[number] = _NO_MEMORY
-            except OSError:  # there are too few descriptors, too
-                self._refused[number] = _NO_DESCRIPTOR
-
-    def _map(self, number: int, descriptor: int, size: int, *, is_shared: bool) -> bool:
-        """Maps a segment. Returns False if there is no memory."""
-        try:
-            mapped = self._maps[number] = Mapping(descriptor, size, private=is_shared)
-        except OSError as error:
-            log.warning("cannot map a segment of %d bytes: %s", size, error)
-            return False
-        self._numbers[mapped.address] = number
-        self._mapped_bytes += size
-        return True
-
-    def _map_again(self, number: int) -> None:
-        """Maps a segment for which there was no memory, if there is some now: the other worker still uses it."""
-        descriptor, size, is_shared = self._unmapped[number]
-        has_space = self._mapped_bytes + size <= self._max_bytes and len(self._maps) < MAX_SEGMENTS
-        if has_space and self._map(number, descriptor, size, is_shared=is_shared):
-            self._discard_unmapped(number)
-            self._refused.pop(number, None)
-
-    def _discard_unmapped(self, number: int) -> None:
-        if (found := self._unmapped.pop(number, None)) is not None:
-            os.close(found[0])
+                mapped = self._maps[number] = Mapping(descriptor, size, private=is_shared)
+            except OSError as error:
+                self._refused[number] = "there is no memory"
+                log.warning("cannot map a segment of %d bytes: %s", size, error)
+                return
+            self._numbers[mapped.address] = number
+            self._mapped_bytes += size
 
     def remove(self, numbers: Collection[int]) -> list[Mapping]:
         """Removes segments that the other worker has dropped.
@@ -145,7 +119,6 @@ class MappedSegments:
         """
         for number in numbers:
             self._refused.pop(number, None)
-            self._discard_unmapped(number)
         removed = [self._maps.pop(number) for number in numbers if number in self._maps]
         for mapped in removed:
             self._mapped_bytes -= mapped.size
@@ -155,7 +128,7 @@ class MappedSegments:
     def close(self) -> list[Mapping]:
         """Removes all segments, and returns them. Those that are added later are not mapped."""
         self._is_closed = True
-        return self.remove([*self._maps, *self._unmapped])
+        return self.remove(list(self._maps))
 
     def use(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.
@@ -163,8 +136,6 @@ class MappedSegments:
         Raises:
             ValueError: there is no such segment, it is refused or smaller, or its bytes are in use.
         """
-        if number in self._unmapped:
-            self._map_again(number)
         if (reason := self._refused.get(number)) is not None:
             raise ValueError(f"a payload of {nbytes} bytes in shared memory is refused: {reason}")
         mapped = self._maps.get(number)
@@ -178,9 +149,9 @@ class MappedSegments:
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""
-        if self._refused.get(number) is _NO_DESCRIPTOR:
-            self._spend(number)  # the next one comes with its descriptor
-        elif number in self._refused or (number in self._maps and number not in self._in_use):
+        if number in self._refused:
+            self._spend(number)
+        elif number in self._maps and number not in self._in_use:
             self._release(number)
 
     def begin_send_back(self, address: int, nbytes: int) -> int | None:

@@ -153,7 +153,7 @@ def test_a_worker_that_accepts_less_refuses_the_payload(workers):
                 rpc.rpc_sync("worker1", identity, (torch.ones(MIB),))
         x = torch.ones(MIB // 8)
         assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
-        assert used_bytes() <= 5 * MIB
+        wait_until(lambda: used_bytes() <= MIB)  # those that were refused are dropped
 
     a.run(send)
 
@@ -169,8 +169,8 @@ def map_again():
     receiving.Mapping = Mapping
 
 
-def test_a_segment_is_used_as_soon_as_there_is_memory_for_it(pair):
-    """The receiver refused all payloads in it for ever, although the sender goes on using it."""
+def test_segments_are_used_as_soon_as_there_is_memory_for_them(pair):
+    """The receiver refused all payloads in one for ever, which the sender went on using."""
     a, b = pair
 
     def send():
