@@ -29,7 +29,7 @@ class PayloadWriter:
         """
         options = channels.options
         self._channels = channels
-        self._shared_memory = channels.shared_memory
+        self._segments = channels.shared_memory.segments
         self._broadcast = broadcast
         self._threshold = options.inline_threshold
         self._shared_threshold = options.shared_memory_threshold
@@ -90,13 +90,13 @@ class PayloadWriter:
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
         if self.may_send_back and data.nbytes >= self._shared_threshold and isinstance(data, memoryview):
-            going_back = self._shared_memory.begin_send_back(data)
+            going_back = self._segments.begin_send_back(data)
             if going_back is not None:
                 self._going_back.append(going_back)
                 return going_back
         self.nbytes += data.nbytes
         if data.nbytes >= self._shared_threshold:
-            in_segment = self._shared_memory.send(data)
+            in_segment = self._segments.send(data)
             if in_segment is not None:
                 self._add_external(in_segment, data.nbytes)
                 return in_segment
@@ -128,7 +128,7 @@ class PayloadWriter:
         while self._going_back:
             payload = self._going_back.pop()
             number, nbytes = payload.segment.number, payload.segment.nbytes
-            kept = self._shared_memory.end_send_back(payload)
+            kept = self._segments.mapped.end_send_back(number)
             if kept is None:
                 self._add_external(payload, nbytes)
                 self.nbytes += nbytes
@@ -177,10 +177,10 @@ class PayloadWriter:
     def abort(self) -> None:
         """Takes back what has been put, because the envelope was not sent."""
         for payload in self._going_back:
-            if self._shared_memory.end_send_back(payload) is None:
-                self._shared_memory.withdraw(payload)
+            if self._segments.mapped.end_send_back(payload.segment.number) is None:
+                self._segments.withdraw(payload)
         for payload in self.external:
             if payload.HasField("segment"):
-                self._shared_memory.withdraw(payload)
+                self._segments.withdraw(payload)
             elif payload.HasField("cuda_ipc"):
                 self._channels.cuda_ipc.withdraw(payload)

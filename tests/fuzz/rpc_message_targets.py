@@ -129,7 +129,7 @@ def _inline_channels(_peer: Peer) -> Any:
     """Returns channels to a peer, by which nothing goes: all payloads are in their envelope."""
     limit = 32 * MIB
     options = ChannelOptions(inline_threshold=limit, max_inline_bytes=limit, shared_memory_threshold=limit)
-    return SimpleNamespace(options=options, has_socket=False, shared_memory=None)
+    return SimpleNamespace(options=options, has_socket=False, shared_memory=SimpleNamespace(segments=None))
 
 
 class _NoDeadlines:

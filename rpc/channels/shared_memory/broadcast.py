@@ -47,7 +47,7 @@ class SegmentBroadcast:
     def to(cls, memory: SharedMemory, channels: Collection[SharedMemoryChannel]) -> "SegmentBroadcast | None":
         """Returns what messages to these workers share; None if fewer than two of them are connected."""
         segments = [channel.segments for channel in channels]
-        connected = [each for each in segments if each is not None and each.is_connected]
+        connected = [each for each in segments if each.is_connected]
         return cls(memory, connected) if len(connected) > 1 else None
 
     def put(
@@ -65,7 +65,7 @@ class SegmentBroadcast:
             sent in another way: the receiver has no segments, its bytes are others, or there is no memory.
         """
         segments = receiver.segments
-        if segments is None or segments not in self._receivers:
+        if segments not in self._receivers:
             return None
         shared = self._payloads.get(position)
         is_first = shared is None

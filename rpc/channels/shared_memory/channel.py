@@ -5,9 +5,7 @@ from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
-from ...wire.tensor_table import Gathered
 from ..base import PayloadLostError, check_size
-from .buffers_in_use import Memory
 from .memory import SharedMemory
 from .peer import PeerSegments
 
@@ -21,8 +19,8 @@ class SharedMemoryChannel:
     What has come from a worker in a segment, and nothing else refers to, goes back to it in the same one: that
     takes no copy at all.
 
-    A worker is connected while there is a unix socket to it. To others, and beyond the limit of shared memory,
-    `send` sends nothing, and the payload has to go by another channel.
+    A worker is connected while there is a unix socket to it. Payloads for others, and beyond the limit of shared
+    memory, have to go by another channel.
     """
 
     name: ClassVar[str] = "segment"
@@ -36,42 +34,20 @@ class SharedMemoryChannel:
         """
         self.may_connect = may_connect
         self._memory = memory
-        self.segments: PeerSegments | None = None
-        """Those of the socket that there is now."""
+        self.segments = memory.new_segments()
+        """Those of the socket that there is now, or was last."""
         self._former: PeerSegments | None = None
         """Those of the last connection that broke: some of what came by it may be read after that."""
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a unix socket to the worker."""
-        return self.segments is not None and self.segments.is_connected
+        return self.segments.is_connected
 
     def connect(self) -> PeerSegments:
         """Returns what handles the frames about segments on a new socket. Called on the loop."""
         self.segments = self._memory.new_segments()
         return self.segments
-
-    def send(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
-        """Copies a payload into a segment.
-
-        Returns:
-            Its description; None if there is no socket, or no memory within the limit.
-        """
-        segments = self.segments
-        return None if segments is None else segments.send(data)
-
-    def begin_send_back(self, data: memoryview) -> agent_pb2.Payload | None:
-        """Describes a payload that may go back in the segment that it came in; None if it came in no such segment.
-
-        Called while a message still refers to the bytes. `end_send_back` follows when it does not.
-        """
-        segments = self.segments
-        return None if segments is None else segments.begin_send_back(data)
-
-    def end_send_back(self, payload: agent_pb2.Payload) -> Memory | None:
-        """Returns None if a payload goes back in its segment; else its bytes, because something refers to them."""
-        segments = self.segments
-        return None if segments is None else segments.mapped.end_send_back(payload.segment.number)
 
     def share_credits(self, on_released: Callable[[Sequence[int]], None]) -> bool:
         """Has what the worker gives back, in the frames that give back segments, reported elsewhere, too.
@@ -83,7 +59,7 @@ class SharedMemoryChannel:
             Whether there is a socket.
         """
         segments = self.segments
-        if segments is None or not segments.is_connected:
+        if not segments.is_connected:
             return False
         segments.on_others_released = on_released
         return True
@@ -91,7 +67,7 @@ class SharedMemoryChannel:
     def releaser(self) -> Callable[[int], None] | None:
         """Returns what gives numbers back to the worker in these frames; None if there is no socket."""
         segments = self.segments
-        return segments.release if segments is not None and segments.is_connected else None
+        return segments.release if segments.is_connected else None
 
     def receive(self, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes in their segment. Called by the thread that reads the socket.
@@ -104,8 +80,6 @@ class SharedMemoryChannel:
         check_size(nbytes, self._memory.options)
         segments = self.segments
         try:
-            if segments is None:
-                raise ValueError("malformed payload: a segment of a worker on another host")
             if payload.segment.sent_back:
                 return segments.use_own(number, nbytes)
             return segments.mapped.use(number, nbytes)
@@ -118,32 +92,20 @@ class SharedMemoryChannel:
 
     def discard(self, payload: agent_pb2.Payload) -> None:
         """Gives the segment back. Called on any thread."""
-        if (segments := self.segments) is None:
-            return
+        segments, number = self.segments, payload.segment.number
         if payload.segment.sent_back:
-            segments.on_released([payload.segment.number])
+            segments.on_released([number])
         else:
-            segments.mapped.drop(payload.segment.number)
-
-    def withdraw(self, payload: agent_pb2.Payload) -> None:
-        """Takes back the segment of an envelope that was not sent, or gives it back without this."""
-        if (segments := self.segments) is None:
-            return
-        if payload.segment.sent_back:
-            segments.mapped.abort_send_back(payload.segment.number)
-        else:
-            segments.on_released([payload.segment.number])
+            segments.mapped.drop(number)
 
     def drop(self, error: Exception) -> None:
         """Drops the segments of the connection. Bytes that were received stay readable and writable."""
-        if (segments := self.segments) is not None:
-            self._former = segments  # first: another thread may read at the same time
-            self.segments = None
-            segments.close()
+        self._former = self.segments  # first: another thread may read at the same time
+        self.segments.close()
         if isinstance(error, ConnectionError):  # there is no other one
             self._former = None
 
     def remove_idle(self) -> None:
         """Drops the free segments, if nothing has been sent since the last call."""
-        if (segments := self.segments) is not None:
-            self._memory.drop(segments.pool.remove_idle(), [segments])
+        segments = self.segments
+        self._memory.drop(segments.pool.remove_idle(), [segments])

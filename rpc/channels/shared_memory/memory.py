@@ -9,9 +9,8 @@ from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ..segment_limit import SegmentLimit
 from .mapping import MAX_SEGMENTS
-from .peer import PeerSegments
+from .peer import PeerSegments, Unmapper
 from .sending import Segment, SegmentPool
-from .unmapping import Unmapper
 
 __all__ = ["SharedMemory"]
 

@@ -8,15 +8,15 @@ from typing import Any, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
+from ...execution.executor import Executor
 from ...transports.segments import SegmentSender
 from ...wire.tensor_table import Gathered
 from ..segment_limit import SegmentLimit
 from .mapping import address_and_size
 from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
-from .unmapping import Unmapper
 
-__all__ = ["PeerSegments", "describe"]
+__all__ = ["PeerSegments", "Unmapper", "describe"]
 
 FLUSH_AFTER_S = 0.02
 """Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
@@ -25,6 +25,30 @@ FLUSH_AFTER_S = 0.02
 def describe(number: int, nbytes: int, *, sent_back: bool = False) -> agent_pb2.Payload:
     """Returns the description of a payload of `nbytes` in a segment, maybe one that goes back to its maker."""
     return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, sent_back=sent_back))
+
+
+@final
+class Unmapper:
+    """Unmaps segments on threads of the executor: a GiB takes 100 ms and more, in the kernel.
+
+    Without it, this would be done by the event loop or by the thread that reads a socket.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def drop(self, dropped: list[Any]) -> None:
+        """Unmaps segments, except those whose bytes are in use: they go with the last reference to their bytes.
+
+        Args:
+            dropped: segments and mappings, to which the caller has no other reference. The list is emptied.
+        """
+        if dropped:
+            self._executor.submit(self._unmap, dropped)
+
+    def _unmap(self, dropped: list[Any]) -> None:
+        with self._executor.blocking():  # another thread takes the place of this one
+            dropped.clear()
 
 
 @final
@@ -93,9 +117,19 @@ class PeerSegments:
         return describe(segment.number, data.nbytes)
 
     def begin_send_back(self, data: memoryview) -> agent_pb2.Payload | None:
-        """Describes a payload that may go back in the segment that it came in; None if it did not come in one."""
+        """Describes a payload that may go back in the segment that it came in; None if it did not come in one.
+
+        Called while a message still refers to the bytes. `mapped.end_send_back` follows when it does not.
+        """
         number = self.mapped.begin_send_back(*address_and_size(data))
         return None if number is None else describe(number, data.nbytes, sent_back=True)
+
+    def withdraw(self, payload: agent_pb2.Payload) -> None:
+        """Takes back the segment of an envelope that was not sent, or gives it back without this."""
+        if payload.segment.sent_back:
+            self.mapped.abort_send_back(payload.segment.number)
+        else:
+            self.on_released([payload.segment.number])
 
     def announce(self, segment: Segment, descriptor: int) -> None:
         """Tells the other worker of a segment that further workers receive as well. Closes the descriptor."""
@@ -117,8 +151,7 @@ class PeerSegments:
 
     def on_released(self, numbers: Sequence[int]) -> None:
         """Takes back segments that the other worker does not use any more."""
-        self.pool.take_back(self, numbers)
-        for pool in self.shared_pools:
+        for pool in (self.pool, *self.shared_pools):
             pool.take_back(self, numbers)
         if self.on_others_released is not None:
             self.on_others_released(numbers)
@@ -155,14 +188,8 @@ class PeerSegments:
         """Has the segment given back soon. Called by finalizers: takes no lock."""
         if not self._is_flush_scheduled:
             self._is_flush_scheduled = True
-            self._call_soon(self._schedule_flush)
-
-    def _call_soon(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(function)
-
-    def _schedule_flush(self) -> None:
-        self._loop.call_later(FLUSH_AFTER_S, self._flush)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._loop.call_later, FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         self._is_flush_scheduled = False

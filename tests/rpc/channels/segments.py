@@ -36,7 +36,7 @@ def segments_by_peer():
     """Returns the segments between this worker and each that it has a socket to."""
     channels = [peer.used_channels for peer in network().peers.all()]
     found = [each.shared_memory.segments for each in channels if each is not None]
-    return [each for each in found if each is not None]
+    return [each for each in found if each.is_connected]
 
 
 def segments_in_use():
