@@ -21,12 +21,7 @@ class PayloadWriter:
     """Sends the payloads of one envelope by the channels that suit them: a DeviceWriter. Used by one thread."""
 
     def __init__(self, channels: PeerChannels, broadcast: Broadcast | None = None) -> None:
-        """Sends nothing yet.
-
-        Args:
-            channels: to the receiver.
-            broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
-        """
+        """Sends nothing yet. The broadcast has the large payloads that envelopes to other workers share."""
         options = channels.options
         self._channels = channels
         self._segments = channels.shared_memory.segments
@@ -84,11 +79,12 @@ class PayloadWriter:
             and isinstance(data, memoryview)
             and (shared := self._broadcast.put(self._channels, position, data)) is not None
         ):
-            if shared.start is not None:
-                self._transfers.append(shared.start)
-            self._add_external(shared.payload, data.nbytes)
-            self.nbytes += data.nbytes if shared.is_first else 0
-            return shared.payload
+            payload, start, is_first = shared
+            if start is not None:
+                self._transfers.append(start)
+            self._add_external(payload, data.nbytes)
+            self.nbytes += data.nbytes if is_first else 0
+            return payload
         if self.may_send_back and data.nbytes >= self._shared_threshold and isinstance(data, memoryview):
             going_back = self._segments.begin_send_back(data)
             if going_back is not None:
@@ -120,8 +116,7 @@ class PayloadWriter:
     def settle(self, envelope: agent_pb2.Envelope) -> None:
         """Sends what cannot go back in the segment that it came in, once the message has let go of its tensors.
 
-        Args:
-            envelope: that of the message. Has the new descriptions of these payloads afterwards.
+        The message's envelope has the new descriptions of these payloads afterwards.
         """
         self.may_send_back = False
         described: dict[int, agent_pb2.Payload] = {}

@@ -26,8 +26,7 @@ from ...contracts.options import BroadcastOptions
 from ...contracts.worker import WorkerInfo
 from ..shared_memory.broadcast import SegmentBroadcast
 from ..shared_memory.memory import SharedMemory
-from .peer import BroadcastPeer
-from .sending import Broadcast, SendingGroup
+from .sending import Broadcast, BroadcastPeer, SendingGroup
 
 __all__ = ["CONTROL_KINDS", "BroadcastDependencies", "Broadcasts"]
 
@@ -68,13 +67,7 @@ class Broadcasts:
     """All groups in which one agent broadcasts."""
 
     def __init__(self, me: WorkerInfo, memory: SharedMemory, options: BroadcastOptions) -> None:
-        """Forms no group before `open`.
-
-        Args:
-            me: this worker.
-            memory: that this worker shares with others of its host.
-            options: whether, and from which size on, payloads are broadcast.
-        """
+        """Forms no group before `open`."""
         self._me = me
         self._memory = memory
         self._options = options
@@ -87,7 +80,7 @@ class Broadcasts:
         self._by_number: weakref.WeakValueDictionary[int, SendingGroup] = weakref.WeakValueDictionary()
         """All groups, also those that have ended, as long as a receiver may request chunks."""
         self._unformable: set[tuple[BroadcastPeer, ...]] = set()
-        """BroadcastPeers with whom forming a group has failed."""
+        """Receivers with whom forming a group has failed."""
 
     def open(self, dependencies: BroadcastDependencies) -> None:
         """Starts to broadcast, and to take part in groups. Called once."""

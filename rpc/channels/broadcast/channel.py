@@ -33,15 +33,7 @@ class BroadcastChannel:
         broadcasts: Broadcasts,
         chunked: ChunkedChannel,
     ) -> None:
-        """Takes part in no group yet.
-
-        Args:
-            peer: the sender.
-            loop: the agent's event loop.
-            options: the size of the largest payload that is received.
-            broadcasts: of this agent.
-            chunked: carries payloads that are not broadcast after all.
-        """
+        """Takes part in no group of the peer yet. Chunks carry what is not broadcast after all."""
         self._peer = peer
         self._loop = loop
         self._options = options
@@ -97,9 +89,6 @@ class BroadcastChannel:
                 spec if len(self.groups) < MAX_RECEIVING_GROUPS else None,
                 self._chunked,
                 request_chunks=lambda first: self._broadcasts.request_chunks(sender, number, first),
-                on_removed=lambda: self._remove(number),
+                on_removed=lambda: self.groups.pop(number, None),
             )
         return group
-
-    def _remove(self, number: int) -> None:
-        self.groups.pop(number, None)

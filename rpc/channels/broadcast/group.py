@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -25,12 +24,8 @@ OnGroupEnd = Callable[[bool, Exception | None], None]
 """Called last, on the group's thread: whether the group had formed, and the error that ended it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedBroadcast:
-    """A broadcast that waits for its turn: the bytes to send or to receive into, and what to call at the end."""
-
-    tensor: torch.Tensor
-    on_done: Callable[[], None]
+_QueuedBroadcast = tuple[torch.Tensor, Callable[[], None]]
+"""A broadcast that waits for its turn: the bytes to send or to receive into, and what to call at the end."""
 
 
 @final
@@ -55,7 +50,7 @@ class BroadcastGroup:
         """Starts the thread, which forms the group with the other members."""
         self._thread.start()
 
-    def put(self, number: int, tensor: torch.Tensor, on_done: Callable[[], None]) -> None:
+    def put(self, number: int, tensor: torch.Tensor, on_done: Callable[[], None] = lambda: None) -> None:
         """Queues a broadcast. Does nothing if the group has ended.
 
         Args:
@@ -65,7 +60,7 @@ class BroadcastGroup:
         """
         with self._changed:
             if not self._ended:
-                self._queue[number] = _QueuedBroadcast(tensor, on_done)
+                self._queue[number] = tensor, on_done
                 self._changed.notify()
 
     def finish(self) -> None:
@@ -92,7 +87,7 @@ class BroadcastGroup:
             engine = self._membership.join()
             has_formed = True
             while (broadcast := self._next()) is not None:
-                _run_broadcast(engine, broadcast)
+                _run_broadcast(engine, *broadcast)
                 del broadcast  # an idle group keeps no payload alive
         except Exception as error:
             problem = error.with_traceback(None)
@@ -116,9 +111,8 @@ class BroadcastGroup:
             return broadcast
 
 
-def _run_broadcast(engine: Engine, broadcast: _QueuedBroadcast) -> None:
-    timeout = START_TIMEOUT_S + broadcast.tensor.nbytes / MIN_BYTES_PER_S
-    pending = engine.broadcast(broadcast.tensor, ROOT, timeout)
+def _run_broadcast(engine: Engine, tensor: torch.Tensor, on_done: Callable[[], None]) -> None:
+    pending = engine.broadcast(tensor, ROOT, START_TIMEOUT_S + tensor.nbytes / MIN_BYTES_PER_S)
     if pending is not None:
         pending.wait(None)
-    broadcast.on_done()
+    on_done()

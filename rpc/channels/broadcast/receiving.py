@@ -19,12 +19,7 @@ __all__ = ["ReceivingGroup"]
 
 @dataclass(slots=True)
 class _ExpectedBroadcast:
-    """A broadcast that an envelope has announced and that has not been received.
-
-    payload: the description in the envelope.
-    data: a uint8 tensor of the payload's size, which receives its bytes.
-    done: the future that `ReceivingGroup.receive` has returned.
-    """
+    """A broadcast that an envelope has announced, and that is received into `data`, of uint8."""
 
     payload: agent_pb2.BroadcastPayload
     data: torch.Tensor
@@ -47,7 +42,7 @@ class ReceivingGroup:
         spec: GroupSpec | None,
         chunked: ChunkedChannel,
         request_chunks: Callable[[int], None],
-        on_removed: Callable[[], None],
+        on_removed: Callable[[], object],
     ) -> None:
         """Starts to form the group.
 
@@ -55,8 +50,7 @@ class ReceivingGroup:
             loop: the agent's event loop.
             spec: the members of the group; None to join no group, and to receive all payloads as chunks.
             chunked: the channel for payloads that are sent as chunks.
-            request_chunks: asks the sender to send broadcasts as chunks: the one with the given number, and all
-                later ones. Called at most once.
+            request_chunks: asks the sender, once, for chunks of the broadcast with this number and all later ones.
             on_removed: called when the sender announces no more payloads and this worker has left the group. May
                 be called twice.
         """

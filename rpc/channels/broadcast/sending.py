@@ -5,20 +5,37 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Protocol, final
 
 import torch
 
 from ....c10d.groups.membership import GroupSpec
 from ....proto.v1 import agent_pb2
+from ...contracts.worker import WorkerInfo
 from ...wire.tensor_table import Gathered
 from ..base import StartTransfer
+from ..chunked.channel import ChunkedChannel
 from ..shared_memory.broadcast import SegmentBroadcast
+from ..shared_memory.channel import SharedMemoryChannel
 from ..shared_memory.mapping import address_and_size
 from .group import BroadcastGroup
-from .peer import BroadcastPeer
 
-__all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]
+__all__ = ["Broadcast", "BroadcastPeer", "SendingGroup"]
+
+BroadcastPart = tuple[agent_pb2.Payload, StartTransfer | None, bool]
+"""A payload's description for a receiver's envelope; what is to be called when that is queued, if anything
+remains to be sent; and whether no other receiver's envelope has named the payload yet."""
+
+
+class BroadcastPeer(Protocol):
+    """Another worker that takes part in broadcasts, and its channels."""
+
+    info: WorkerInfo
+    chunked: ChunkedChannel
+    shared_memory: SharedMemoryChannel
+
+    def on_group_ended(self, number: int, *, was_aborted: bool) -> None:
+        """Handles that the worker has ended a group in which it broadcasts. Called on any thread."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -30,21 +47,6 @@ class _SharedPayload:
     data: memoryview
     chunk_transfers: dict[BroadcastPeer, StartTransfer] = field(default_factory=dict)
     """By receiver whose envelope is queued, what starts to send it the payload by chunks."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BroadcastPart:
-    """One receiver's part in the broadcast of a payload.
-
-    payload: the description for the receiver's envelope.
-    start: to be called when that envelope is queued, if anything remains to be sent.
-    is_first: whether no other receiver's envelope has named the payload yet.
-    """
-
-    payload: agent_pb2.Payload
-    start: StartTransfer | None
-    is_first: bool
 
 
 @final
@@ -65,16 +67,15 @@ class SendingGroup:
         send_ended: Callable[[BroadcastPeer, int, bool], None],
         on_resend: Callable[[int], None],
     ) -> None:
-        """Starts to form the group.
+        """Starts to form the group of this worker and the receivers, which are in the order of the members.
 
         Args:
             number: this worker's count of its groups.
             spec: the members, this worker first.
-            receivers: the others, in the order of the members.
-            on_end: called with the group, whether it had formed, and the error that ended it.
-            send_ended: tells a receiver that nothing more is broadcast. Takes the receiver, the group's number,
-                and whether the group was aborted.
-            on_resend: called with the bytes of each payload that is sent by chunks after all.
+            receivers: the others.
+            on_end: takes the group, whether it had formed, and the error that ended it.
+            send_ended: tells a receiver the group's number, and whether it was aborted.
+            on_resend: takes the bytes of each payload that is sent by chunks after all.
         """
         self.number = number
         self.receivers = receivers
@@ -117,17 +118,13 @@ class SendingGroup:
             shared = _SharedPayload(next(self._numbers), data)
             self._payloads[shared.number] = shared
             # With the lock, so that broadcasts are queued in the order of their numbers.
-            self._group.put(shared.number, _as_tensor(data), _do_nothing)
+            self._group.put(shared.number, _as_tensor(data))
         return shared
 
     def add_receiver(
         self, receiver: BroadcastPeer, shared: _SharedPayload
     ) -> tuple[agent_pb2.Payload, StartTransfer] | None:
-        """Describes a broadcast to one receiver; None if the group has ended.
-
-        Returns:
-            The description of the payload, and what is called when the envelope with it is queued.
-        """
+        """Describes a broadcast to one receiver; None if the group has ended. See `Broadcast.put`."""
         if self._ended:
             return None
         chunked, start = receiver.chunked.send(shared.data)
@@ -149,11 +146,9 @@ class SendingGroup:
         self._start_chunks(shared, start)
 
     def resend(self, receiver: BroadcastPeer, first: int) -> None:
-        """Sends a receiver by chunks what it has not received, and aborts the group.
+        """Sends a receiver by chunks the `first` broadcast that it has not received and all later ones.
 
-        Args:
-            receiver: a worker for which the group has failed.
-            first: the number of the first broadcast that it has not received.
+        Aborts the group.
         """
         with self._lock:
             self._first_missing.setdefault(receiver, first)
@@ -171,8 +166,7 @@ class SendingGroup:
     def abort(self, *, forms_again: bool = False) -> None:
         """Ends the group at once. Receivers request by chunks what has been announced and not received.
 
-        Args:
-            forms_again: see the attribute. Only the first cause counts.
+        Only the first cause tells whether it forms again.
         """
         with self._lock:
             self.forms_again = self.forms_again if self._aborted else forms_again
@@ -226,11 +220,8 @@ class Broadcast:
     ) -> None:
         """Forms no group yet.
 
-        Args:
-            receivers: the workers that form a group with this one.
-            threshold: bytes of the smallest payload that is broadcast.
-            acquire: acquires the group of these receivers; returns None if there can be none.
-            segments: shares payloads among workers of this host.
+        Payloads of at least `threshold` bytes go in segments to workers of this host, and to the receivers by
+        their group, which `acquire` returns, or None if there can be none.
         """
         self._receivers = receivers
         self._threshold = threshold
@@ -266,10 +257,9 @@ class Broadcast:
             return None
         if (
             self._segments is not None
-            and (shared := self._segments.put(peer.shared_memory, position, data)) is not None
+            and (part := self._segments.put(peer.shared_memory, position, data)) is not None
         ):
-            in_segment, is_first = shared
-            return BroadcastPart(in_segment, None, is_first)
+            return part
         return self._put_to_group(peer, position, data) if peer in self._receivers else None
 
     def _put_to_group(self, peer: BroadcastPeer, position: int, data: memoryview) -> BroadcastPart | None:
@@ -287,7 +277,7 @@ class Broadcast:
         elif address_and_size(payload.data) != address_and_size(data):
             return None
         part = self._group.add_receiver(peer, payload)
-        return None if part is None else BroadcastPart(*part, is_first)
+        return None if part is None else (*part, is_first)
 
     def not_sent(self, peer: BroadcastPeer) -> None:
         """Aborts the group, because the message to `peer` was not sent: it may not know of all broadcasts."""
@@ -304,7 +294,3 @@ class Broadcast:
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
-
-
-def _do_nothing() -> None:
-    pass

@@ -52,7 +52,6 @@ class ChunkedChannel:
     name: ClassVar[str] = "chunked"
 
     def __init__(self, peer: ChannelPeer, parts: ChunkParts) -> None:
-        """Opens no stream yet. Args: peer: the worker. parts: of this agent."""
         self._peer = peer
         self._parts = parts
         self._numbers = itertools.count(1)
@@ -116,7 +115,7 @@ class ChunkedChannel:
     def receiver(self) -> ChunkReceiver:
         """Returns what receives the chunks of the peer."""
         if self._receiver is None:
-            self._receiver = ChunkReceiver(self._parts.loop)
+            self._receiver = ChunkReceiver()
         return self._receiver
 
     def _start(self, number: int, data: memoryview) -> None:
@@ -149,14 +148,7 @@ async def serve_chunks(
     requests: AsyncIterator[bytes],
     context: Any,
 ) -> bytes:
-    """Serves the Transfer method of the agent's gRPC service.
-
-    Args:
-        handshake: checks who opens the stream.
-        find: returns the channel of a member, by its id.
-        requests: what the worker sends.
-        context: of the call.
-    """
+    """Serves the agent's gRPC method Transfer. `find` returns the channel of a member, by its id."""
     try:
         worker = await handshake.receive(context)
     except RefusedError as refusal:

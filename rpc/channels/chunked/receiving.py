@@ -12,14 +12,13 @@ __all__ = ["ChunkReceiver"]
 
 @final
 class ChunkReceiver:
-    """The payloads that one peer has announced and not completely sent."""
+    """The payloads that one peer has announced and not completely sent. Used on the event loop only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._transfers: dict[int, _IncomingPayload | _DiscardedPayload] = {}
+    def __init__(self) -> None:
+        self._transfers: dict[int, _Payload] = {}
         """By transfer id."""
-        self._announced = asyncio.Condition()
-        """Notified when a transfer is announced, and at the end."""
+        self._has_changed = asyncio.Event()
+        """Set when a transfer is announced, and at the end."""
         self._has_failed = False
 
     @property
@@ -31,7 +30,7 @@ class ChunkReceiver:
         """Allocates memory for a payload, and returns a future of it."""
         if number in self._transfers:
             raise ValueError(f"transfer {number} was announced twice")
-        payload = _IncomingPayload(nbytes)
+        payload = _Payload(nbytes, torch.empty(nbytes, dtype=torch.uint8).numpy().data)
         self._announce(number, payload)
         return payload.done
 
@@ -41,12 +40,13 @@ class ChunkReceiver:
         if known is not None:
             known.discard()
         else:
-            self._announce(number, _DiscardedPayload(nbytes))
+            self._announce(number, _Payload(nbytes, None))
 
     async def add_chunk(self, number: int, data: bytes) -> None:
         """Adds the next chunk to a payload; waits until the payload is announced."""
-        async with self._announced:
-            await self._announced.wait_for(lambda: number in self._transfers or self._has_failed)
+        while number not in self._transfers and not self._has_failed:
+            self._has_changed.clear()
+            await self._has_changed.wait()
         payload = self._transfers.get(number)
         if payload is not None and payload.add(data):
             del self._transfers[number]
@@ -57,63 +57,40 @@ class ChunkReceiver:
         for payload in self._transfers.values():
             payload.fail(error)
         self._transfers.clear()
-        self._loop.create_task(self._notify())
+        self._has_changed.set()
 
-    def _announce(self, number: int, payload: "_IncomingPayload | _DiscardedPayload") -> None:
+    def _announce(self, number: int, payload: "_Payload") -> None:
         self._transfers[number] = payload
-        self._loop.create_task(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._announced:
-            self._announced.notify_all()
+        self._has_changed.set()
 
 
 @final
-class _IncomingPayload:
-    """A payload whose chunks are copied into its memory."""
+class _Payload:
+    """A payload whose chunks are copied into its memory, or dropped if it is not wanted."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, memory: memoryview | None) -> None:
         self.done = Arriving()
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8).numpy().data
+        self._nbytes = nbytes
+        self._memory = memory
         self._received = 0
 
     def add(self, data: bytes) -> bool:
         """Adds the next chunk; returns whether the payload is complete or has failed."""
-        end = self._received + len(data)
-        if end > len(self._bytes):
-            self.fail(ValueError(f"more than the announced {len(self._bytes)} bytes were sent"))
+        begin, self._received = self._received, self._received + len(data)
+        if self._received > self._nbytes:
+            self.fail(ValueError(f"more than the announced {self._nbytes} bytes were sent"))
             return True
-        if not self.done.cancelled():
-            self._bytes[self._received : end] = data
-        self._received = end
-        if end < len(self._bytes):
-            return False
-        if not self.done.done():
-            self.done.set_result(self._bytes)
-        return True
+        is_complete = self._received == self._nbytes
+        if self._memory is not None:
+            self._memory[begin : self._received] = data
+            if is_complete and not self.done.done():
+                self.done.set_result(self._memory)
+        return is_complete
 
     def discard(self) -> None:
+        self._memory = None
         self.done.cancel()
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-
-
-@final
-class _DiscardedPayload:
-    """A payload whose chunks are dropped."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._bytes_left = nbytes
-
-    def add(self, data: bytes) -> bool:
-        """Counts the next chunk; returns whether it was the last one."""
-        self._bytes_left -= len(data)
-        return self._bytes_left <= 0
-
-    def discard(self) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        pass

@@ -31,14 +31,9 @@ class ChunkSender:
         chunk_bytes: int,
         on_broken: Callable[[str], None],
     ) -> None:
-        """Starts to open the stream.
+        """Starts to open the stream, with `hello` as its first message.
 
-        Args:
-            loop: the event loop.
-            open_channel: makes a gRPC channel.
-            hello: the first message.
-            chunk_bytes: of the messages that follow.
-            on_broken: called with the reason if the stream ends without `stop`.
+        `on_broken` is called with the reason if the stream ends without `stop`.
         """
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         """What remains to be sent of each payload, by transfer id."""

@@ -32,12 +32,7 @@ class SegmentBroadcast:
     """
 
     def __init__(self, memory: SharedMemory, receivers: Collection[PeerSegments]) -> None:
-        """Shares nothing yet.
-
-        Args:
-            memory: of this agent.
-            receivers: the segments that exactly they receive are used.
-        """
+        """Shares nothing yet. Uses the segments that exactly these receive."""
         self._pool = memory.pool_for(receivers)
         self._receivers = receivers
         self._payloads: dict[int, _SharedPayload] = {}
@@ -52,17 +47,10 @@ class SegmentBroadcast:
 
     def put(
         self, receiver: SharedMemoryChannel, position: int, data: memoryview
-    ) -> tuple[agent_pb2.Payload, bool] | None:
+    ) -> tuple[agent_pb2.Payload, None, bool] | None:
         """Copies a payload of a message into a segment, if that of an earlier message has not been the same.
 
-        Args:
-            receiver: the message's.
-            position: the payload's position among those of the message.
-            data: its bytes.
-
-        Returns:
-            Its description, and whether the message is the first with these bytes. None if the payload must be
-            sent in another way: the receiver has no segments, its bytes are others, or there is no memory.
+        Args and returns as `Broadcast.put`. None also if the receiver has no segments, or there is no memory.
         """
         segments = receiver.segments
         if segments not in self._receivers:
@@ -78,7 +66,7 @@ class SegmentBroadcast:
         elif shared.source != address_and_size(data):
             return None
         shared.missing.discard(segments)
-        return describe(shared.segment.number, data.nbytes), is_first
+        return describe(shared.segment.number, data.nbytes), None, is_first
 
     def _put_first(self, data: memoryview) -> Segment | None:
         put = self._pool.put(data)
