@@ -23,7 +23,6 @@ class AnnouncedPayloads:
     """Counts the payloads of one other worker that are to arrive. Safe to use from any thread."""
 
     def __init__(self, max_payload_bytes: int) -> None:
-        """Args: max_payload_bytes: the size of the largest payload that is accepted."""
         self._max_bytes = MAX_SUM_FACTOR * max_payload_bytes
         self._lock = threading.Lock()
         self.count = 0
@@ -32,11 +31,7 @@ class AnnouncedPayloads:
         """Their bytes."""
 
     def begin(self, count: int, nbytes: int) -> None:
-        """Counts the payloads that an envelope announces.
-
-        Args:
-            count: how many there are.
-            nbytes: of all of them.
+        """Counts the payloads that an envelope announces, and their bytes.
 
         Raises:
             TooMuchAnnouncedError: that would be too much; nothing is counted.

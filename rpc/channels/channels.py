@@ -132,12 +132,6 @@ class PeerChannels:
     )
 
     def __init__(self, peer: ChannelPeer, channels: Channels) -> None:
-        """Carries nothing yet.
-
-        Args:
-            peer: the worker.
-            channels: of this agent.
-        """
         options = channels.options
         self.info = peer.info
         self.options = options.channels

@@ -33,12 +33,9 @@ class EnvelopePayloads:
     def __init__(
         self, channels: PeerChannels, envelope: agent_pb2.Envelope, attached: memoryview | None = None
     ) -> None:
-        """Finds where the payloads are. Collects none of them.
+        """Finds where the payloads are, and collects none of them.
 
-        Args:
-            channels: of the sender.
-            envelope: the envelope.
-            attached: the bytes that followed it, if they are not in it.
+        `attached` are the bytes that followed the envelope, if they are not in it.
         """
         self._channels = channels
         self._outside: list[tuple[agent_pb2.Payload, Channel]] = []

@@ -13,13 +13,6 @@ class SegmentLimit:
     """Numbers and bounds the segments of one kind. Safe to use from any thread."""
 
     def __init__(self, max_bytes: int, max_segments: int, first_number: int = 1) -> None:
-        """Counts no segment yet.
-
-        Args:
-            max_bytes: of all segments together.
-            max_segments: how many there may be.
-            first_number: of the first segment; the others have the numbers after it.
-        """
         self._lock = threading.Lock()
         self._numbers = itertools.count(first_number)
         self._max_bytes = max_bytes

@@ -48,12 +48,8 @@ class StreamConsumer:
     ) -> None:
         """Makes the consumer of a stream that has not been requested yet.
 
-        Args:
-            agent: the agent of this worker.
-            producer: the worker that runs the generator.
-            window_items: number of sent items that have not been taken at which the producer pauses.
-            window_bytes: bytes of such items at which it pauses.
-            on_closed: called with this consumer, maybe more than once, when it accepts no more items.
+        The producer pauses at so many items or bytes that have been sent and not taken. `on_closed` is called with
+        this consumer, maybe more than once, when it accepts no more items.
         """
         self.id = 0
         """The id of the STREAM_OPEN request, once it has one."""

@@ -25,15 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def iterator_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> Iterator[Any]:
-    """Returns an iterator over the items that a streamed function yields.
+    """Returns an iterator over the items that a streamed function yields, from what it has returned.
 
-    Args:
-        agent: the agent of this worker.
-        function: the function, for errors.
-        result: what it has returned.
-
-    Raises:
-        TypeError: the result is neither an iterator nor an asynchronous iterator.
+    Raises TypeError if that is neither an iterator nor an asynchronous iterator.
     """
     if isinstance(result, Iterator):
         return result
@@ -81,12 +75,7 @@ class StreamProducer:
         return max(0, self._sent_bytes - self._taken_bytes)
 
     def on_credit(self, items: int, nbytes: int) -> None:
-        """Continues the generator after the consumer has taken items.
-
-        Args:
-            items: how many it has taken in all.
-            nbytes: their bytes.
-        """
+        """Continues the generator after the consumer has taken items: so many in all, and of so many bytes."""
         with self._lock:
             # Messages overtake each other on the threads that handle them; the largest number is the latest. It
             # may be more than is counted as sent, if the last item has been taken before its `post` returns.
@@ -97,9 +86,7 @@ class StreamProducer:
     def close(self, error: Exception | None = None) -> None:
         """Closes the generator: now, or if another thread advances it, after its next item.
 
-        Args:
-            error: why, for the consumer, which must not take the end for that of the items; None if it has asked
-                for it.
+        The consumer gets the error, if it has not asked for the end, which it must not take for that of the items.
         """
         with self._lock:
             if error is not None and not self._is_closing:

@@ -67,13 +67,7 @@ class Streams(Extension):
     def consume(
         self, worker: WorkerInfo, call: tuple[Any, ...], window_bytes: int, window_items: int
     ) -> StreamConsumer:
-        """Requests a stream from a worker and returns its consumer, without waiting.
-
-        Args:
-            worker: the worker that is to run the generator.
-            call: function, positional and named arguments.
-            window_bytes: bytes of sent items that have not been taken at which the generator pauses.
-            window_items: number of such items at which it pauses.
+        """Requests a stream from a worker and returns its consumer, without waiting; see `rpc_stream`.
 
         Raises:
             SerializationError: the call does not pickle; nothing was sent.

@@ -65,13 +65,7 @@ class BulkChannel:
     name: ClassVar[str] = "bulk"
 
     def __init__(self, peer: ChannelPeer, parts: BulkParts, chunked: ChunkedChannel) -> None:
-        """Connects to nobody yet.
-
-        Args:
-            peer: the worker.
-            parts: of this agent.
-            chunked: carries payloads where there are no connections.
-        """
+        """Connects to nobody yet. Chunks carry payloads where there are no connections."""
         self._peer = peer
         self._parts = parts
         self._chunked = chunked

@@ -53,15 +53,7 @@ def count_parts(nbytes: int) -> int:
 
 
 def range_of_part(number: int, nbytes: int) -> tuple[int, int]:
-    """Returns where a part of a payload begins and ends, in bytes.
-
-    Args:
-        number: of the part, from 0.
-        nbytes: of the payload.
-
-    Raises:
-        ValueError: the payload has no such part.
-    """
+    """Returns where a part of a payload of `nbytes` begins and ends. Raises ValueError if it has no such part."""
     start = number * PART_BYTES
     if not 0 <= start < nbytes:
         raise ValueError(f"part {number} of a payload of {nbytes} bytes")

@@ -121,9 +121,7 @@ class ReceivingBundle:
     def expect(self, transfer_id: int, nbytes: int) -> "concurrent.futures.Future[Buffer]":
         """Allocates memory for a payload, and returns a future of it.
 
-        Raises:
-            ValueError: the payload has been announced before.
-            RuntimeError: there is no memory for it.
+        Raises ValueError if it has been announced before, and RuntimeError if there is no memory for it.
         """
         payload = _Payload(nbytes, self._allocate(nbytes))
         self._announce(transfer_id, payload)

@@ -59,13 +59,7 @@ class SendingBundle:
     def __init__(
         self, number: int, connections: Sequence[AnySocket], executor: Executor, on_end: Callable[[str], None]
     ) -> None:
-        """Takes over connections.
-
-        Args:
-            number: of the bundle.
-            connections: connected sockets.
-            executor: its threads write.
-            on_end: called once, on any thread, with the reason why nothing more can be sent.
+        """Takes over connected sockets. `on_end` is called once, on any thread, with the reason of the end.
 
         Raises:
             OSError: there are too few file descriptors. The connections are closed.

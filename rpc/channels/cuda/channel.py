@@ -37,13 +37,7 @@ class CudaIpcChannel:
     name: ClassVar[str] = "cuda_ipc"
 
     def __init__(self, peer: ChannelPeer, devices: Devices, shared_memory: SharedMemoryChannel) -> None:
-        """Does nothing with CUDA yet.
-
-        Args:
-            peer: the other worker.
-            devices: of this process.
-            shared_memory: tells whether there is a unix socket, which segments are given back by.
-        """
+        """Does nothing with CUDA yet. Segments are given back by the unix socket of `shared_memory`."""
         self._peer = peer
         self._devices = devices
         self._shared_memory = shared_memory
@@ -61,15 +55,7 @@ class CudaIpcChannel:
     # Sending: on any thread.
 
     def send(self, elements: Sequence[torch.Tensor], target: torch.device) -> Sequence[agent_pb2.Payload] | None:
-        """Has a device copy the elements of one message into a segment.
-
-        Args:
-            elements: tensors of uint8 with one dimension on one CUDA device.
-            target: the receiver's device.
-
-        Returns:
-            The descriptions of the payloads; None if they have to go by way of the host.
-        """
+        """Has a device copy the elements of one message into a segment: see `DeviceWriter.put_on_device`."""
         options = self._devices.options
         if not options.ipc or self._devices.is_closed or not self._shared_memory.is_connected:
             return None

@@ -29,14 +29,7 @@ class Devices:
         options: RpcBackendOptions,
         load: Callable[[], DeviceRuntime],
     ) -> None:
-        """Does nothing with CUDA yet.
-
-        Args:
-            loop: the agent's event loop.
-            executor: its threads map and free memory.
-            options: what goes by segments, and how much.
-            load: returns the runtime of the devices; see DeviceStaging.
-        """
+        """Does nothing with CUDA yet. `load` returns the runtime of the devices; see DeviceStaging."""
         self.staging = DeviceStaging(load, executor.blocking, options.cuda.max_pinned_bytes)
         self.channels = options.channels
         self.options = options.cuda

@@ -95,12 +95,11 @@ class MappedDeviceSegments:
     """The segments of one other worker. Safe to use from any thread."""
 
     def __init__(self, release: Callable[[int], None], on_unused: Callable[[int, MappedMemory], None]) -> None:
-        """Has mapped nothing yet.
+        """Has mapped nothing yet. Finalizers call both functions: they must take no lock.
 
         Args:
             release: tells the other worker that a segment is mapped, or not used any more, by its number.
-            on_unused: called with the number and the memory of a segment that is not used any more and has to be
-                unmapped. Finalizers call both: they must take no lock.
+            on_unused: takes the number and the memory of a segment that has to be unmapped.
         """
         self._release = release
         self._on_unused = on_unused
@@ -134,8 +133,7 @@ class MappedDeviceSegments:
     def use(self, number: int, offset: int, nbytes: int) -> SegmentPart:
         """Returns the bytes of a payload. The segment goes back when no part of it is in use any more.
 
-        Raises:
-            ValueError: there is no such segment, or it is smaller.
+        Raises ValueError if there is no such segment, or it is smaller.
         """
         with self._lock:
             mapped = self._segments.get(number)

@@ -109,10 +109,6 @@ class DeviceSegmentPool:
     ) -> Sequence[agent_pb2.DevicePayload] | None:
         """Has the device copy elements into one segment, which the receiver then owns.
 
-        Args:
-            elements: tensors of uint8 with one dimension, on one device.
-            target: the receiver's device.
-
         Returns:
             The descriptions of the payloads; None if no segment can be used now. One is made in that case.
         """

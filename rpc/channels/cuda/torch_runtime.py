@@ -185,10 +185,7 @@ class TorchDevices:
     ) -> StartedCopy:
         """Copies on the stream for copies of the device that reads, or writes what the host has.
 
-        Args:
-            target: where to.
-            source: where from.
-            after: an event to wait for, on the device.
+        The device waits for the event `after` first.
         """
         device = source.device if source.is_cuda else target.device
         stream = self._stream(device)

@@ -19,11 +19,9 @@ class BuffersInUse:
     """Which segments have bytes that something in this process refers to, by way of a buffer."""
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
-        """Has none yet.
+        """Has none yet. `on_end` takes the number of a segment that nothing refers to any more.
 
-        Args:
-            on_end: takes the number of a segment that nothing refers to any more. Finalizers call it, on any
-                thread: it must take no lock.
+        Finalizers call it, on any thread: it must take no lock.
         """
         self._on_end = on_end
         self._buffers: dict[int, weakref.ref[Memory]] = {}

@@ -26,12 +26,7 @@ class SharedMemoryChannel:
     name: ClassVar[str] = "segment"
 
     def __init__(self, memory: SharedMemory, *, may_connect: bool) -> None:
-        """Shares nothing yet.
-
-        Args:
-            memory: of the agent.
-            may_connect: whether there can be a unix socket to the worker.
-        """
+        """Shares nothing yet; never if there can be no unix socket to the worker."""
         self.may_connect = may_connect
         self._memory = memory
         self.segments = memory.new_segments()
@@ -52,11 +47,8 @@ class SharedMemoryChannel:
     def share_credits(self, on_released: Callable[[Sequence[int]], None]) -> bool:
         """Has what the worker gives back, in the frames that give back segments, reported elsewhere, too.
 
-        Args:
-            on_released: takes the numbers, those of segments as well. Called by the thread that reads the socket.
-
-        Returns:
-            Whether there is a socket.
+        The thread that reads the socket calls `on_released` with the numbers, those of segments as well. Returns
+        whether there is a socket.
         """
         segments = self.segments
         if not segments.is_connected:

@@ -91,11 +91,7 @@ class Mapping:
     def discard_writes(self) -> bool:
         """Drops the copies of pages that a private mapping has, so that it is the file again.
 
-        Returns:
-            Whether there may have been any.
-
-        Raises:
-            OSError: they cannot be dropped, because this process has locked its memory.
+        Returns whether there may have been any. Raises OSError if this process has locked its memory.
         """
         # Most receivers only read. To look for copies takes a tenth of the time of dropping and mapping all pages.
         if not _has_copies(self.address, self.size):

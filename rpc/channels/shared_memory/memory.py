@@ -20,13 +20,6 @@ class SharedMemory:
     """What the segments of one agent share. Safe to use from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor, options: ChannelOptions) -> None:
-        """Shares nothing yet.
-
-        Args:
-            loop: the agent's event loop.
-            executor: its threads unmap what is not used any more.
-            options: the bounds.
-        """
         self.options = options
         self._loop = loop
         self._unmapper = Unmapper(executor)

@@ -40,8 +40,7 @@ class Unmapper:
     def drop(self, dropped: list[Any]) -> None:
         """Unmaps segments, except those whose bytes are in use: they go with the last reference to their bytes.
 
-        Args:
-            dropped: segments and mappings, to which the caller has no other reference. The list is emptied.
+        The caller has no other reference to segments and mappings than this list, which is emptied.
         """
         if dropped:
             self._executor.submit(self._unmap, dropped)
@@ -62,14 +61,7 @@ class PeerSegments:
         limit: SegmentLimit,
         unmapper: Unmapper,
     ) -> None:
-        """Shares nothing before `connect`.
-
-        Args:
-            loop: the agent's event loop.
-            options: how much of the other worker's memory is mapped.
-            limit: bounds the segments that this worker makes.
-            unmapper: unmaps segments that are not used any more.
-        """
+        """Shares nothing before `connect`. The limit bounds the segments that this worker makes."""
         self.pool = SegmentPool(limit, [self])
         """The segments for the other worker alone."""
         self.shared_pools: tuple[SegmentPool, ...] = ()

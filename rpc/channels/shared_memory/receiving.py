@@ -74,14 +74,7 @@ class MappedSegments:
         mapped."""
 
     def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
-        """Maps a new segment. If that would be too much, payloads in the segment are refused.
-
-        Args:
-            number: the sender's number of the segment.
-            size: its bytes.
-            descriptor: of the segment; stays the caller's. -1 if it was lost on the way, because this process had
-                none left: then payloads in the segment are refused.
-            is_shared: whether other workers receive the same bytes, and must not see what is written here.
+        """Maps a segment: see `SegmentListener.on_segment`. If that would be too much, payloads in it are refused.
 
         Raises:
             ValueError: the descriptor is no segment of this size, or the number is in use.
@@ -114,8 +107,7 @@ class MappedSegments:
     def remove(self, numbers: Collection[int]) -> list[Mapping]:
         """Removes segments that the other worker has dropped.
 
-        Returns:
-            Those that are mapped: each stays until nothing refers to its bytes.
+        Returns those that are mapped: each stays until nothing refers to its bytes.
         """
         for number in numbers:
             self._refused.pop(number, None)
@@ -133,8 +125,7 @@ class MappedSegments:
     def use(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.
 
-        Raises:
-            ValueError: there is no such segment, it is refused or smaller, or its bytes are in use.
+        Raises ValueError if there is no such segment, it is refused or smaller, or its bytes are in use.
         """
         if (reason := self._refused.get(number)) is not None:
             raise ValueError(f"a payload of {nbytes} bytes in shared memory is refused: {reason}")
@@ -195,8 +186,7 @@ class MappedSegments:
     def take_spent(self) -> tuple[list[int], list[Mapping]]:
         """Removes the segments that are not used any more, and not to be used again.
 
-        Returns:
-            Their numbers, for their maker, who cannot use them again; and those that are mapped.
+        Returns their numbers, for their maker, and those that are mapped.
         """
         spent = []
         while self._spent:

@@ -36,11 +36,7 @@ class Segment:
     __slots__ = ("_bytes", "descriptor", "holders", "is_spent", "mapping", "number", "size")
 
     def __init__(self, number: int, size: int, data: memoryview | Gathered) -> None:
-        """Makes a segment of `size` bytes that begins with `data`.
-
-        Raises:
-            OSError: there is no memory or no descriptor for it.
-        """
+        """Makes a segment of `size` bytes that begins with `data`. Raises OSError."""
         self.number = number
         self.size = size
         self.holders: set[Hashable] = set()
@@ -83,12 +79,7 @@ class SegmentPool:
     """
 
     def __init__(self, limit: SegmentLimit, receivers: Iterable[Hashable]) -> None:
-        """Makes no segment yet.
-
-        Args:
-            limit: is shared with the other pools of this worker.
-            receivers: whatever stands for the workers that all segments go to.
-        """
+        """Makes no segment yet. All go to all receivers. The pools of this worker share the limit."""
         self._limit = limit
         self._lock = threading.Lock()
         self._receivers = set(receivers)
@@ -194,8 +185,7 @@ class SegmentPool:
     def remove_receiver(self, receiver: Hashable) -> list[Segment]:
         """Takes back all segments from a lost receiver, and sends it no others; closes after the last receiver.
 
-        Returns:
-            The segments that are dropped.
+        Returns the segments that are dropped.
         """
         with self._lock:
             self._receivers.discard(receiver)
@@ -208,8 +198,7 @@ class SegmentPool:
     def remove_idle(self) -> list[Segment]:
         """Drops the free segments, if nothing has been put since the last call, and those that are spent.
 
-        Returns:
-            The segments that are dropped, which the receivers do not know yet.
+        Returns them: the receivers do not know it yet.
         """
         was_used, self._was_used = self._was_used, False
         return [*self.take_spent(), *([] if was_used else self._drop_free())]
