@@ -12,7 +12,8 @@ from ...errors import RpcError
 from ...net.addresses import format_address
 from ...net.event_loop import acquire_event_loop
 from ..channels.channels import Channels, PeerChannels
-from ..channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
+from ..channels.chunked.channel import ChunkedChannel, serve_chunks
+from ..channels.chunked.sending import ChunkParts
 from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
 from ..contracts.control import ControlMessages

@@ -5,17 +5,13 @@ from typing import final
 
 from ...errors import LimitReachedError
 
-__all__ = ["MAX_ANNOUNCED", "AnnouncedPayloads", "TooMuchAnnouncedError"]
+__all__ = ["MAX_ANNOUNCED", "AnnouncedPayloads"]
 
 MAX_ANNOUNCED = 1 << 20
 """Payloads that another worker may have announced and not sent."""
 
 MAX_SUM_FACTOR = 4
 """Their bytes are those of the largest payload at most, times this."""
-
-
-class TooMuchAnnouncedError(LimitReachedError):
-    """A worker has announced too much that it has not sent. A ValueError, because the message is rejected."""
 
 
 @final
@@ -31,11 +27,7 @@ class AnnouncedPayloads:
         """Their bytes."""
 
     def begin(self, count: int, nbytes: int) -> None:
-        """Counts the payloads that an envelope announces, and their bytes.
-
-        Raises:
-            TooMuchAnnouncedError: that would be too much; nothing is counted.
-        """
+        """Counts the payloads that an envelope announces. Raises LimitReachedError if that would be too much."""
         with self._lock:
             limit = ""
             if self.nbytes + nbytes > self._max_bytes:
@@ -43,7 +35,7 @@ class AnnouncedPayloads:
             elif self.count + count > MAX_ANNOUNCED:
                 limit = f"MAX_ANNOUNCED={MAX_ANNOUNCED}"
             if limit:
-                raise TooMuchAnnouncedError(
+                raise LimitReachedError(
                     f"payloads of {nbytes} bytes are refused: {self.count} of {self.nbytes} bytes are announced "
                     f"and have not arrived, of {MAX_ANNOUNCED} and {self._max_bytes} bytes ({MAX_SUM_FACTOR} "
                     "times max_payload_bytes) at most",

@@ -13,13 +13,13 @@ from .announced import AnnouncedPayloads
 from .base import Channel, ChannelPeer, PayloadLostError, StartTransfer
 from .broadcast.broadcasts import Broadcasts
 from .broadcast.channel import BroadcastChannel
-from .bulk.buffers import BufferCache
+from .bulk.buffers import BufferCache, keep_freed_memory
 from .bulk.channel import BulkChannel, BulkParts
-from .chunked.channel import ChunkedChannel, ChunkParts
+from .chunked.channel import ChunkedChannel
+from .chunked.sending import ChunkParts
 from .cuda.channel import CudaIpcChannel
 from .cuda.devices import Devices
 from .cuda.runtime import DeviceRuntime
-from .freed_memory import keep_freed_memory
 from .local import LocalChannel
 from .shared_memory.channel import SharedMemoryChannel
 from .shared_memory.memory import SharedMemory
@@ -43,16 +43,7 @@ class Channels:
         load_devices: Callable[[], DeviceRuntime],
         used: Callable[[], Collection["PeerChannels"]],
     ) -> None:
-        """Made on the event loop.
-
-        Args:
-            executor: its threads read and write.
-            options: of the agent.
-            sockets: makes bulk connections.
-            chunks: what opens streams of chunks.
-            load_devices: returns what copies tensors from CUDA devices and to them.
-            used: returns the channels to other workers that there are.
-        """
+        """Made on the event loop. `used` returns the channels to other workers that there are."""
         keep_freed_memory()
         loop, limits = chunks.loop, options.channels
         self.options = options
@@ -115,22 +106,6 @@ class Channels:
 class PeerChannels:
     """The channels between this worker and one peer. Those of a lost peer carry nothing."""
 
-    __slots__ = (
-        "_by_name",
-        "_channels",
-        "_peer",
-        "announced",
-        "broadcast",
-        "bulk",
-        "chunked",
-        "cuda_ipc",
-        "info",
-        "local",
-        "options",
-        "shared_memory",
-        "staging",
-    )
-
     def __init__(self, peer: ChannelPeer, channels: Channels) -> None:
         options = channels.options
         self.info = peer.info
@@ -144,8 +119,7 @@ class PeerChannels:
         self.cuda_ipc = CudaIpcChannel(peer, channels.devices, self.shared_memory)
         self.chunked = ChunkedChannel(peer, channels.chunks)
         self.bulk = BulkChannel(peer, channels.bulk, self.chunked)
-        loop = channels.chunks.loop
-        self.broadcast = BroadcastChannel(peer, loop, self.options, channels.broadcasts, self.chunked)
+        self.broadcast = BroadcastChannel(peer, channels.chunks, channels.broadcasts, self.chunked)
         self.local = LocalChannel() if peer.is_me else None
         """For a worker's large payloads to itself."""
         all_of_them = self.shared_memory, self.cuda_ipc, self.chunked, self.bulk, self.broadcast
@@ -181,14 +155,10 @@ class PeerChannels:
         return self.bulk.queued_bytes + self.chunked.queued_bytes
 
     def withdraw(self, payloads: Sequence[agent_pb2.Payload], withdraw_envelope: Callable[[], bool]) -> bool:
-        """Withdraws the payloads of an envelope with it, or nothing. Called on the loop.
+        """Withdraws the payloads outside an envelope with it, or nothing; returns whether. Called on the loop.
 
-        Args:
-            payloads: those outside the envelope.
-            withdraw_envelope: does so if nothing of it has been sent; returns whether it was withdrawn.
-
-        Returns:
-            Whether all was withdrawn: a payload without its envelope would hold up those after it.
+        `withdraw_envelope` does so if nothing of the envelope has been sent, and returns whether. A payload
+        without its envelope would hold up those after it.
         """
         if not all(payload.HasField("chunked") and self.chunked.can_withdraw(payload) for payload in payloads):
             return False

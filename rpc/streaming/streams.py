@@ -7,6 +7,7 @@ generator only while the items that have been sent and not taken are less than a
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, final
 
 from ...errors import (
@@ -32,7 +33,11 @@ __all__ = ["Streams"]
 MAX_STREAMS_FACTOR = 2
 """Streams to one other worker that are open, at most: the calls that it may have in flight, times this."""
 
-NO_STREAM = "there is no such stream between its sender and this worker"
+
+def _check(find: Callable[[Incoming], object], message: Incoming) -> None:
+    """Raises UnwantedMessageError if a message belongs to no stream that this worker has with its sender."""
+    if find(message) is None:
+        raise UnwantedMessageError("there is no such stream between its sender and this worker")
 
 
 @final
@@ -57,9 +62,12 @@ class Streams(Extension):
                 description="the request of a stream from worker",
             ),
             MessageType.STREAM_ITEM: Handler(
-                self._on_item, user_values=True, check=self._check_item, on_error=self.on_decode_error
+                self._on_item,
+                user_values=True,
+                check=partial(_check, self._consumer_of),
+                on_error=self.on_decode_error,
             ),
-            MessageType.STREAM_CREDIT: Handler(self._on_credit, check=self._check_credit),
+            MessageType.STREAM_CREDIT: Handler(self._on_credit, check=partial(_check, self._producer_of)),
         }
 
     # Consuming.
@@ -94,11 +102,6 @@ class Streams(Extension):
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
             consumer.on_item(message.envelope.stream.items, message.value, None, message.nbytes)
-
-    def _check_item(self, message: Incoming) -> None:
-        """Raises UnwantedMessageError if nothing here waits for items of this sender."""
-        if self._consumer_of(message) is None:
-            raise UnwantedMessageError(NO_STREAM)
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Replaces an item that cannot be decoded by the error."""
@@ -146,11 +149,6 @@ class Streams(Extension):
     def _on_credit(self, message: Incoming) -> None:
         if (producer := self._producer_of(message)) is not None:
             producer.on_credit(message.envelope.stream.items, message.envelope.stream.nbytes)
-
-    def _check_credit(self, message: Incoming) -> None:
-        """Raises UnwantedMessageError for credit of a stream that this worker does not produce."""
-        if self._producer_of(message) is None:
-            raise UnwantedMessageError(NO_STREAM)
 
     def _producer_of(self, message: Incoming) -> StreamProducer | None:
         return self._producers.get((message.source.wire_id, message.envelope.stream.stream_id))

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.channels import Channels
-from gradwire.rpc.channels.chunked.channel import ChunkParts
+from gradwire.rpc.channels.chunked.sending import ChunkParts
 from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
 from gradwire.rpc.channels.cuda.devices import Devices
 from gradwire.rpc.channels.cuda.receiving import MAX_MAPPED
@@ -253,7 +253,8 @@ async def _map(frame: agent_pb2.Frame) -> None:
     peer: Any = _Peer()
     executor: Any = _Executor()
     runtime: Any = _Runtime()
-    memory: Any = SimpleNamespace(releaser=lambda: released.append)
+    segments = SimpleNamespace(is_connected=True, release=released.append)
+    memory: Any = SimpleNamespace(segments=segments)
     devices = Devices(_loop, executor, RpcBackendOptions(channels=OPTIONS), lambda: runtime)
     channel = CudaIpcChannel(peer, devices, memory)
     with suppress(ValueError):

@@ -18,7 +18,8 @@ from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.bulk.buffers import BufferCache
 from gradwire.rpc.channels.bulk.parts import PART_BYTES, PartHeader, pack_header
 from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
-from gradwire.rpc.channels.chunked.channel import ChunkedChannel, ChunkParts, serve_chunks
+from gradwire.rpc.channels.chunked.channel import ChunkedChannel, serve_chunks
+from gradwire.rpc.channels.chunked.sending import ChunkParts
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments

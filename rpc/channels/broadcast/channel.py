@@ -1,12 +1,11 @@
 """The channel for what a worker sends to several at once: this worker's part in the groups of one sender."""
 
-import asyncio
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
-from ...contracts.options import ChannelOptions
 from ..base import Arriving, ChannelPeer, check_size
 from ..chunked.channel import ChunkedChannel
+from ..chunked.sending import ChunkParts
 from .broadcasts import Broadcasts
 from .receiving import ReceivingGroup
 
@@ -26,17 +25,11 @@ class BroadcastChannel:
     name: ClassVar[str] = "broadcast"
 
     def __init__(
-        self,
-        peer: ChannelPeer,
-        loop: asyncio.AbstractEventLoop,
-        options: ChannelOptions,
-        broadcasts: Broadcasts,
-        chunked: ChunkedChannel,
+        self, peer: ChannelPeer, parts: ChunkParts, broadcasts: Broadcasts, chunked: ChunkedChannel
     ) -> None:
         """Takes part in no group of the peer yet. Chunks carry what is not broadcast after all."""
         self._peer = peer
-        self._loop = loop
-        self._options = options
+        self._parts = parts
         self._broadcasts = broadcasts
         self._chunked = chunked
         self.groups: dict[int, ReceivingGroup] = {}
@@ -44,7 +37,7 @@ class BroadcastChannel:
 
     def receive(self, payload: agent_pb2.Payload) -> Arriving:
         """Takes part in the broadcast, and returns a future of the bytes."""
-        check_size(payload.broadcast.nbytes, self._options)
+        check_size(payload.broadcast.nbytes, self._parts.options)
         return self._group_of(payload.broadcast).receive(payload.broadcast)
 
     def discard(self, payload: agent_pb2.Payload) -> None:
@@ -61,7 +54,7 @@ class BroadcastChannel:
 
     def on_ended(self, number: int, *, was_aborted: bool) -> None:
         """Handles that the sender has ended a group. Called on any thread."""
-        self._loop.call_soon_threadsafe(self._end, number, was_aborted)
+        self._parts.loop.call_soon_threadsafe(self._end, number, was_aborted)
 
     def _end(self, number: int, was_aborted: bool) -> None:
         group = self.groups.get(number)
@@ -85,7 +78,7 @@ class BroadcastChannel:
                 raise ValueError(f"a broadcast payload is refused: its sender has more than {MAX_GROUPS} groups")
             spec = self._broadcasts.join(sender, number, tuple(payload.members))
             group = self.groups[number] = ReceivingGroup(
-                self._loop,
+                self._parts.loop,
                 spec if len(self.groups) < MAX_RECEIVING_GROUPS else None,
                 self._chunked,
                 request_chunks=lambda first: self._broadcasts.request_chunks(sender, number, first),

@@ -72,12 +72,7 @@ class ReceivingGroup:
             self._group.start()
 
     def receive(self, payload: agent_pb2.BroadcastPayload) -> Arriving:
-        """Returns a future of an announced payload's bytes, received as chunks if this worker has left the group.
-
-        Raises:
-            ValueError: the payload was announced before.
-            RuntimeError: there is no memory for the payload.
-        """
+        """Returns a future of a payload's bytes, received as chunks if this worker has left the group."""
         if self._aborted or self._group is None:
             return self._chunked.receive(_as_chunked(payload))
         if payload.number < self._next_number or payload.number in self._expected:

@@ -242,12 +242,7 @@ class Broadcast:
         return data if first.has_same_source(gathered) else gathered.joined()
 
     def put(self, peer: BroadcastPeer, position: int, data: memoryview) -> BroadcastPart | None:
-        """Broadcasts a payload of a message.
-
-        Args:
-            peer: the message's receiver.
-            position: the payload's position among those of the message.
-            data: its bytes.
+        """Broadcasts the payload at a position of the message to a peer.
 
         Returns:
             The receiver's part; None if the payload must be sent in another way, because it is small, or not the

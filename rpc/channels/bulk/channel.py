@@ -42,14 +42,7 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class BulkParts:
-    """What the bulk connections of one agent share.
-
-    loop: the agent's event loop.
-    executor: its threads read and write.
-    sockets: makes the connections.
-    options: the number of connections, and the size of payloads.
-    cache: allocates the memory of payloads.
-    """
+    """What the bulk connections of one agent share."""
 
     loop: asyncio.AbstractEventLoop
     executor: Executor

@@ -70,10 +70,14 @@ class SendingBundle:
         self._lock = threading.Lock()
         self._payloads: deque[_Payload] = deque()
         """Those with parts that no connection has taken."""
-        self._connections = [
-            _SendingConnection(connection, descriptor, self, executor)
-            for connection, descriptor in zip(connections, _duplicates(connections), strict=True)
-        ]
+        try:
+            self._connections = [
+                _SendingConnection(each, os.dup(each.fileno()), self, executor) for each in connections
+            ]
+        except OSError:
+            for each in connections:
+                each.close()
+            raise
         self._idle: list[_SendingConnection] = []
         """The connections that wait for a payload. Taken without the lock: the thread that removes one owns it."""
         self.has_ended = False
@@ -142,21 +146,6 @@ class SendingBundle:
         for connection in connections:
             connection.end()
         self._on_end(reason)
-
-
-def _duplicates(connections: Sequence[AnySocket]) -> list[int]:
-    """Returns a second descriptor of each connection. Closes all of them if there are too few descriptors."""
-    descriptors: list[int] = []
-    try:
-        for connection in connections:
-            descriptors.append(os.dup(connection.fileno()))
-    except OSError:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        for connection in connections:
-            connection.close()
-        raise
-    return descriptors
 
 
 @final

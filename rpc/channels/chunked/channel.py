@@ -5,10 +5,8 @@ the envelopes, and sends one payload after the other. The receiver allocates mem
 tells its size; until then it does not read on, so that flow control stops the sender.
 """
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -16,33 +14,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ....proto.v1 import agent_pb2
-from ...contracts.member import Member
-from ...contracts.options import ChannelOptions
 from ...transports.handshake import Handshake, RefusedError
 from ...wire.parsing import parse_chunks
 from ..announced import MAX_ANNOUNCED
 from ..base import Arriving, ChannelPeer, StartTransfer, check_size
 from .receiving import ChunkReceiver
-from .sending import ChunkSender
+from .sending import ChunkParts, ChunkSender
 
-__all__ = ["ChunkParts", "ChunkedChannel", "serve_chunks"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ChunkParts:
-    """What the streams of chunks of one agent share.
-
-    loop: the agent's event loop.
-    handshake: makes and checks the hellos of streams.
-    open_channel: makes a gRPC channel to a worker, on a connection of its own.
-    options: sizes of chunks and payloads.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    handshake: Handshake
-    open_channel: Callable[[Member], Any]
-    options: ChannelOptions
+__all__ = ["ChunkedChannel", "serve_chunks"]
 
 
 @final
@@ -120,21 +99,14 @@ class ChunkedChannel:
 
     def _start(self, number: int, data: memoryview) -> None:
         self._starting[number] = data.nbytes  # counted at once: a busy process runs the loop much later
-        try:
-            self._parts.loop.call_soon_threadsafe(self._enqueue, number, data)
-        except BaseException:
-            self._starting.pop(number, None)
-            raise
+        self._parts.loop.call_soon_threadsafe(self._enqueue, number, data)
 
     def _enqueue(self, number: int, data: memoryview) -> None:
         self._starting.pop(number, None)
         if self._peer.end is not None:
             return
         if self._sender is None:
-            parts = self._parts
-            hello = agent_pb2.Chunks(hello=parts.handshake.hello).SerializeToString()
-            open_channel = partial(parts.open_channel, self._peer.member)
-            self._sender = ChunkSender(parts.loop, open_channel, hello, parts.options.chunk_bytes, self._on_broken)
+            self._sender = ChunkSender(self._parts, self._peer.member, self._on_broken)
         self._sender.put(number, data)
 
     def _on_broken(self, reason: str) -> None:

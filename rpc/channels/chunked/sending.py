@@ -3,38 +3,44 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import grpc
 
 from ....proto.v1 import agent_pb2
+from ...contracts.member import Member
 from ...contracts.messages import Buffer
+from ...contracts.options import ChannelOptions
 from ...transports.grpc_calls import write_frame
+from ...transports.handshake import Handshake
 from ...transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, aio
 from ...wire.parsing import bytes_field
 
-__all__ = ["ChunkSender"]
+__all__ = ["ChunkParts", "ChunkSender"]
 
 MAX_CHUNKS = 1024
 """Chunks that share a message."""
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ChunkParts:
+    """What the streams of chunks of one agent share."""
+
+    loop: asyncio.AbstractEventLoop
+    handshake: Handshake
+    open_channel: Callable[[Member], Any]
+    """Makes a gRPC channel to a worker, on a connection of its own."""
+    options: ChannelOptions
+
+
+@final
 class ChunkSender:
     """The queue of payloads for one peer, and the task that sends them."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        open_channel: Callable[[], Any],
-        hello: bytes,
-        chunk_bytes: int,
-        on_broken: Callable[[str], None],
-    ) -> None:
-        """Starts to open the stream, with `hello` as its first message.
-
-        `on_broken` is called with the reason if the stream ends without `stop`.
-        """
+    def __init__(self, parts: ChunkParts, to: Member, on_broken: Callable[[str], None]) -> None:
+        """Starts to open the stream. `on_broken` takes the reason if that ends without `stop`."""
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         """What remains to be sent of each payload, by transfer id."""
         self.queued_bytes = 0
@@ -42,13 +48,12 @@ class ChunkSender:
         self._partly_sent: int | None = None
         """The id of the first transfer, if some of it has been sent."""
         self._wake = asyncio.Event()
-        self._open_channel = open_channel
-        self._hello = hello
+        self._parts = parts
+        self._to = to
         self._has_said_hello = False
         """Whether the stream is open; until then, it may be opened again."""
-        self._chunk_bytes = chunk_bytes
         self._on_broken = on_broken
-        self._task = loop.create_task(self._run())
+        self._task = parts.loop.create_task(self._run())
         self._task.add_done_callback(self._on_end)
 
     def put(self, number: int, data: memoryview) -> None:
@@ -89,10 +94,11 @@ class ChunkSender:
 
     async def _send(self) -> None:
         """Opens the stream, and sends until that fails."""
-        async with self._open_channel() as channel:
+        hello = agent_pb2.Chunks(hello=self._parts.handshake.hello).SerializeToString()
+        async with self._parts.open_channel(self._to) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             try:
-                await write_frame(call, self._hello)
+                await write_frame(call, hello)
                 self._has_said_hello = True
                 while True:
                     await self._wake.wait()
@@ -109,7 +115,7 @@ class ChunkSender:
             The pieces of a serialized Chunks message.
         """
         pieces: list[Buffer] = []
-        bytes_left = self._chunk_bytes
+        bytes_left = self._parts.options.chunk_bytes
         while self._queue and len(pieces) < 3 * MAX_CHUNKS:
             number, data = next(iter(self._queue.items()))
             if pieces and data.nbytes > bytes_left:

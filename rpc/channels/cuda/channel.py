@@ -70,9 +70,11 @@ class CudaIpcChannel:
         devices = self._devices
         with self._lock:
             if not devices.is_closed and self._pool is None:
+                segments = self._shared_memory.segments
+                if not segments.is_connected:
+                    return None
                 pool = DeviceSegmentPool(devices.staging.runtime, devices.limit, self._send_frame, devices.submit)
-                if not self._shared_memory.share_credits(pool.take_back):
-                    return None  # there is no socket
+                segments.on_others_released = pool.take_back
                 self._pool = pool
             return self._pool
 
@@ -82,12 +84,7 @@ class CudaIpcChannel:
     # Receiving: on the loop, except where it says so.
 
     def receive(self, payload: agent_pb2.Payload) -> DeviceBuffer:
-        """Returns the bytes in their segment. May be called on any thread.
-
-        Raises:
-            PayloadLostError: its connection broke before this was read.
-            ValueError: there is no such segment, or it is smaller.
-        """
+        """Returns the bytes in their segment. May be called on any thread."""
         announced = payload.cuda_ipc
         check_size(announced.nbytes, self._devices.channels)
         try:
@@ -125,10 +122,9 @@ class CudaIpcChannel:
                 mapped.remove(number)
 
     def _find_mapped(self) -> MappedDeviceSegments | None:
-        if self._mapped is None and not self._devices.is_closed:
-            release = self._shared_memory.releaser()
-            if release is not None:
-                self._mapped = MappedDeviceSegments(release, self._on_unused)
+        segments = self._shared_memory.segments
+        if self._mapped is None and not self._devices.is_closed and segments.is_connected:
+            self._mapped = MappedDeviceSegments(segments.release, self._on_unused)
         return self._mapped
 
     def _map(self, mapped: MappedDeviceSegments | None, segment: agent_pb2.DeviceSegment) -> None:

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -17,77 +18,67 @@ MAX_MAPPED = 1024
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Mapped:
     """A segment, which is unmapped when nothing refers to it any more."""
 
-    __slots__ = ("_on_unused", "memory", "number", "size", "use")
-
-    def __init__(
-        self, number: int, size: int, memory: MappedMemory, on_unused: Callable[[int, MappedMemory], None]
-    ) -> None:
-        self.number = number
-        self.size = size
-        self.memory = memory
-        self.use: weakref.ref[_SegmentUse] | None = None
-        """What the payloads in it share that have not been copied yet."""
-        self._on_unused = on_unused
+    number: int
+    size: int
+    memory: MappedMemory
+    on_unused: Callable[[int, MappedMemory], None]
+    use: "weakref.ref[_SegmentUse] | None" = None
+    """What the payloads in it share that have not been copied yet."""
 
     def __del__(self) -> None:
-        self._on_unused(self.number, self.memory)
+        self.on_unused(self.number, self.memory)
 
 
 @final
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _SegmentUse:
     """A segment with payloads. It goes back when nothing refers to this object."""
 
-    __slots__ = ("__weakref__", "_release", "mapped")
-
-    def __init__(self, mapped: _Mapped, release: Callable[[int], None]) -> None:
-        self.mapped = mapped
-        self._release = release
+    mapped: _Mapped
+    release: Callable[[int], None]
 
     def __del__(self) -> None:
-        self._release(self.mapped.number)
+        self.release(self.mapped.number)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class SegmentPart:
     """The bytes of one payload in a segment: a DeviceBuffer."""
 
-    __slots__ = ("_nbytes", "_offset", "_use")
-
-    def __init__(self, use: _SegmentUse, offset: int, nbytes: int) -> None:
-        self._use = use
-        self._offset = offset
-        self._nbytes = nbytes
+    use: _SegmentUse
+    offset: int
+    nbytes: int
 
     def __len__(self) -> int:
-        return self._nbytes
+        return self.nbytes
 
     def copy_to(self, target: torch.Tensor) -> StartedCopy:
         """Starts to copy the bytes. The copy keeps the segment until it is complete."""
-        return _PartCopy(self._use.mapped.memory.copy_to(target, self._offset), self._use)
+        return _PartCopy(self.use.mapped.memory.copy_to(target, self.offset), self.use)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _PartCopy:
-    __slots__ = ("_copy", "_use")
+    """A copy. Its segment goes back if it was the last one."""
 
-    def __init__(self, copy: StartedCopy, use: _SegmentUse) -> None:
-        self._copy = copy
-        self._use: _SegmentUse | None = use
+    copy: StartedCopy
+    use: _SegmentUse | None
 
     def is_complete(self) -> bool:
-        """Returns whether the copy is complete; then the segment goes back if it was the last one."""
-        if not self._copy.is_complete():
+        if not self.copy.is_complete():
             return False
-        self._use = None
+        self.use = None
         return True
 
     def wait(self) -> None:
-        """Waits for the copy, and gives the segment back if it was the last one."""
-        self._copy.wait()
-        self._use = None
+        self.copy.wait()
+        self.use = None
 
 
 @final

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -48,16 +49,14 @@ Devices = tuple[torch.device, torch.device]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Segment:
-    __slots__ = ("devices", "is_confirmed", "memory", "number", "size")
-
-    def __init__(self, number: int, size: int, devices: Devices, memory: ExportedMemory) -> None:
-        self.number = number
-        self.size = size
-        self.devices = devices
-        self.memory = memory
-        self.is_confirmed = False
-        """Whether the receiver has mapped it."""
+    number: int
+    size: int
+    devices: Devices
+    memory: ExportedMemory
+    is_confirmed: bool = False
+    """Whether the receiver has mapped it."""
 
 
 @final
@@ -71,13 +70,9 @@ class DeviceSegmentPool:
         send: Callable[[agent_pb2.DeviceFrame], None],
         submit: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Makes no segment yet.
+        """Makes no segment yet. The pools of this worker share the limit.
 
-        Args:
-            runtime: allocates memory.
-            limit: is shared with the other pools of this worker.
-            send: sends a frame to the other worker.
-            submit: runs a function that may wait for a device, on another thread.
+        `send` sends a frame to the other worker; `submit` runs what may wait for a device on another thread.
         """
         self._runtime = runtime
         self._limit = limit

@@ -33,12 +33,10 @@ class DeviceStaging:
         blocking: Callable[[], AbstractContextManager[None]],
         max_pinned_bytes: int,
     ) -> None:
-        """Loads no runtime yet: workers without CUDA have none.
+        """Loads no runtime before the first tensor is sent from a device or to one: many workers have no CUDA.
 
-        Args:
-            load: returns the runtime. Called when the first tensor is sent from a device or to one.
-            blocking: returns a context for waits on a thread that serves calls.
-            max_pinned_bytes: page-locked memory that messages use at a time. The others use ordinary memory.
+        `blocking` returns a context for waits on a thread that serves calls. Messages use so much page-locked
+        memory at a time; the others use ordinary memory.
         """
         self._load = load
         self._blocking = blocking

@@ -1,6 +1,5 @@
 """The channel for large payloads to a worker of this host: segments of shared memory."""
 
-from collections.abc import Callable, Sequence
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
@@ -44,30 +43,8 @@ class SharedMemoryChannel:
         self.segments = self._memory.new_segments()
         return self.segments
 
-    def share_credits(self, on_released: Callable[[Sequence[int]], None]) -> bool:
-        """Has what the worker gives back, in the frames that give back segments, reported elsewhere, too.
-
-        The thread that reads the socket calls `on_released` with the numbers, those of segments as well. Returns
-        whether there is a socket.
-        """
-        segments = self.segments
-        if not segments.is_connected:
-            return False
-        segments.on_others_released = on_released
-        return True
-
-    def releaser(self) -> Callable[[int], None] | None:
-        """Returns what gives numbers back to the worker in these frames; None if there is no socket."""
-        segments = self.segments
-        return segments.release if segments.is_connected else None
-
     def receive(self, payload: agent_pb2.Payload) -> Buffer:
-        """Returns the bytes in their segment. Called by the thread that reads the socket.
-
-        Raises:
-            PayloadLostError: its connection broke before this was read.
-            ValueError: there is no such segment, or its bytes are in use.
-        """
+        """Returns the bytes in their segment. Called by the thread that reads the socket."""
         number, nbytes = payload.segment.number, payload.segment.nbytes
         check_size(nbytes, self._memory.options)
         segments = self.segments

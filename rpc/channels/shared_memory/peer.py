@@ -68,7 +68,7 @@ class PeerSegments:
         """The segments that further workers receive as well."""
         self.mapped = MappedSegments(options.max_mapped_bytes, self._on_returned)
         self.on_others_released: Callable[[Sequence[int]], None] | None = None
-        """Takes back what the other worker gives back with segments, and is no shared memory."""
+        """Takes the numbers of all that the other worker gives back, of which some are of no shared memory."""
         self._loop = loop
         self._unmapper = unmapper
         self._socket: SegmentSender | None = None
@@ -151,7 +151,7 @@ class PeerSegments:
     def on_spent(self, numbers: Sequence[int]) -> None:
         """Takes back segments that only children of the other worker still use."""
         for pool in (self.pool, *self.shared_pools):
-            pool.take_back_spent(self, numbers)
+            pool.take_back(self, numbers, spent=True)
         self._unmapper.drop(self.pool.take_spent())  # which nobody else knows
 
     def on_dropped(self, numbers: Sequence[int]) -> None:

@@ -143,21 +143,14 @@ class SegmentPool:
         os.close(segment.descriptor)
         return None
 
-    def take_back(self, receiver: Hashable, numbers: Iterable[int]) -> None:
-        """Takes back segments that a receiver does not use any more. Numbers of others are ignored."""
+    def take_back(self, receiver: Hashable, numbers: Iterable[int], *, spent: bool = False) -> None:
+        """Takes back segments that a receiver, or all but its children, does not use any more; ignores others."""
         with self._lock:
             self._take_ended()
             for number in numbers:
                 if (segment := self._in_use.get(number)) is not None:
+                    segment.is_spent |= spent
                     self._return(segment, receiver)
-
-    def take_back_spent(self, receiver: Hashable, numbers: Iterable[int]) -> None:
-        """Takes back segments as `take_back` does, that children of the receiver may read."""
-        with self._lock:
-            for number in numbers:
-                if (segment := self._in_use.get(number)) is not None:
-                    segment.is_spent = True
-        self.take_back(receiver, numbers)
 
     def use(self, receiver: Hashable, number: int, nbytes: int) -> memoryview | None:
         """Returns the bytes that the only receiver of a segment sends back in it; None if it may not.

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import LossCause, RpcError
+from gradwire.errors import LimitReachedError, LossCause, RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels import announced
-from gradwire.rpc.channels.announced import AnnouncedPayloads, TooMuchAnnouncedError
+from gradwire.rpc.channels.announced import AnnouncedPayloads
 from gradwire.rpc.channels.chunked import channel as chunked
+from gradwire.rpc.channels.chunked.sending import ChunkParts
 from gradwire.rpc.channels.cuda import channel as cuda_channel
 from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
 from gradwire.rpc.contracts.agent import holder
@@ -36,11 +37,11 @@ def test_payloads_that_have_not_arrived_are_bounded(monkeypatch):
     monkeypatch.setattr(announced, "MAX_ANNOUNCED", 5)
     payloads = AnnouncedPayloads(100)
     payloads.begin(2, 400)
-    with pytest.raises(TooMuchAnnouncedError, match="payloads of 1 bytes are refused: 2 of 400 bytes"):
+    with pytest.raises(LimitReachedError, match="payloads of 1 bytes are refused: 2 of 400 bytes"):
         payloads.begin(1, 1)
     payloads.end(2, 400)
     payloads.begin(5, 5)
-    with pytest.raises(TooMuchAnnouncedError):
+    with pytest.raises(LimitReachedError):
         payloads.begin(1, 1)
     payloads.end(5, 5)
     payloads.begin(1, 400)
@@ -90,7 +91,7 @@ def test_who_announces_refused_payloads_without_end_is_lost(monkeypatch):
     async def run() -> None:
         peer: Any = SimpleNamespace(abort=broken.append)
         handshake: Any = None
-        parts = chunked.ChunkParts(asyncio.get_running_loop(), handshake, str, rpc.ChannelOptions())
+        parts = ChunkParts(asyncio.get_running_loop(), handshake, str, rpc.ChannelOptions())
         channel = chunked.ChunkedChannel(peer, parts)
         for number in range(11):
             channel.discard(announcement(number, 10).body)
