@@ -51,19 +51,14 @@ class Devices:
     def _start(self, task: Callable[[], None]) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
         self._freeing.add(done)
+        done.add_done_callback(self._freeing.discard)
+        self.executor.submit_urgent(self._run, task, done)
 
-        def run() -> None:
-            try:
-                task()
-            finally:
-                self.call_soon(self._on_freed, done)
-
-        self.executor.submit_urgent(run)
-
-    def _on_freed(self, done: "asyncio.Future[None]") -> None:
-        self._freeing.discard(done)
-        if not done.done():
-            done.set_result(None)
+    def _run(self, task: Callable[[], None], done: "asyncio.Future[None]") -> None:
+        try:
+            task()
+        finally:
+            self.call_soon(done.cancel)
 
     async def close(self) -> None:
         """Waits until what the channels have dropped is freed."""

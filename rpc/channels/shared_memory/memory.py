@@ -23,20 +23,15 @@ class SharedMemory:
         self.options = options
         self._loop = loop
         self._unmapper = Unmapper(executor)
-        self._limit = SegmentLimit(options.max_shared_bytes, MAX_SEGMENTS)
+        self.limit = SegmentLimit(options.max_shared_bytes, MAX_SEGMENTS)
         self._lock = threading.Lock()
         """Guards `_pools`."""
         self._pools: dict[frozenset[PeerSegments], SegmentPool] = {}
         """Those of the segments that several workers receive, by receivers."""
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all segments that this worker has made."""
-        return self._limit.used
-
     def new_segments(self) -> PeerSegments:
         """Returns the segments for a new socket to a worker."""
-        return PeerSegments(self._loop, self.options, self._limit, self._unmapper)
+        return PeerSegments(self._loop, self.options, self.limit, self._unmapper)
 
     def pool_for(self, receivers: Collection[PeerSegments]) -> SegmentPool:
         """Returns the pool of the segments that exactly these receive."""
@@ -44,7 +39,7 @@ class SharedMemory:
         with self._lock:
             pool = self._pools.get(key)
             if pool is None:
-                pool = self._pools[key] = SegmentPool(self._limit, key)
+                pool = self._pools[key] = SegmentPool(self.limit, key)
                 for each in key:
                     each.shared_pools = (*each.shared_pools, pool)
                     if not each.is_connected:  # since a moment ago: it may not know of this pool

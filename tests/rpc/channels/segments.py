@@ -29,7 +29,7 @@ def channels_to(worker_id):
 
 
 def used_bytes():
-    return memory().used_bytes
+    return memory().limit.used
 
 
 def segments_by_peer():
