@@ -2,15 +2,26 @@
 
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from .. import rpc
+from ..autograd.extension import Autograd
 from ..rpc.contracts.agent import current_agent, holder
-from . import debug_info
+from ..rref.forks import References
 
-__all__ = ["RpcAgent", "TensorPipeAgent", "current", "enable_gil_profiling", "set_current", "stop_current"]
+__all__ = [
+    "RpcAgent",
+    "TensorPipeAgent",
+    "all_info",
+    "autograd_info",
+    "current",
+    "enable_gil_profiling",
+    "references_info",
+    "stop_current",
+]
 
 GIL_SAMPLES = 16
 """Number of GIL hand-overs that one measurement averages."""
@@ -39,7 +50,7 @@ class RpcAgent:
 
     def get_debug_info(self) -> dict[str, str]:
         """Returns the agent's counters, as text."""
-        info = debug_info.agent_info()
+        info = _agent_info()
         if self.gil_profiling:
             info["agent.gil_average_wait_time_us"] = str(_measure_gil_wait())
         return info
@@ -101,8 +112,28 @@ def stop_current() -> None:
         holder.clear(agent)
 
 
-def set_current(agent: object) -> None:
-    """Does nothing: `init_rpc` sets the current agent itself."""
+def references_info() -> dict[str, str]:
+    """Returns the debug counters of references, as text."""
+    return _as_text(current_agent().extension(References).live_objects())
+
+
+def autograd_info() -> dict[str, str]:
+    """Returns those of autograd contexts."""
+    return _as_text(current_agent().extension(Autograd).live_objects())
+
+
+def all_info() -> dict[str, str]:
+    """Returns those of references, of contexts, and of the agent."""
+    return references_info() | autograd_info() | _agent_info()
+
+
+def _agent_info() -> dict[str, str]:
+    others = references_info() | autograd_info()
+    return {name: text for name, text in _as_text(current_agent().debug_info()).items() if name not in others}
+
+
+def _as_text(counts: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in counts.items()}
 
 
 def enable_gil_profiling(enable: bool) -> None:

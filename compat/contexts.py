@@ -14,7 +14,6 @@ from ..errors import AutogradError, GradwireError, RemoteError
 from ..rpc.contracts.agent import current_agent
 
 __all__ = [
-    "NODE_METHODS",
     "DistAutogradContext",
     "backward",
     "check_valid",
@@ -96,14 +95,6 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 def _are_tensors(roots: object) -> bool:
     return isinstance(roots, list | tuple) and all(isinstance(root, torch.Tensor) for root in roots)
-
-
-def _name_of_node(self: Any) -> str:
-    return f"torch::distributed::autograd::{type(self).__name__}"
-
-
-NODE_METHODS = {"name": _name_of_node}
-"""Methods that nodes returned by `DistAutogradContext` have in torch, by name."""
 
 
 def new() -> DistAutogradContext:

@@ -1,6 +1,7 @@
 """Extensions that make gradwire's agent treat errors, parameters and profiles as torch's agent does."""
 
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -8,19 +9,22 @@ from typing import final
 
 import torch
 
+from ..errors import GradwireError
 from ..extensions import DEFAULT_EXTENSIONS
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
-from .errors import as_torch_raises
 from .pickling import TorchPicklers
 
 __all__ = ["TORCH_STYLE_EXTENSIONS", "TorchCallStyle", "TorchErrorStyle"]
 
 CALLS_LOGGER = logging.getLogger("gradwire.rpc.calls")
 """Logs exceptions of remote functions at level INFO, on the worker that runs them."""
+
+_WRONG_ARGUMENTS = re.compile(r'received an invalid combination of arguments|required positional arguments?: "')
+"""Matches the TypeErrors of torch's operators for wrong arguments; Python's own use single quotes."""
 
 
 @final
@@ -35,8 +39,31 @@ class TorchErrorStyle(Extension):
         CALLS_LOGGER.addHandler(self._handler)
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
-        """Returns the error that torch would raise at the caller."""
-        return as_torch_raises(error)
+        """Returns what torch raises for a remote exception: the same, if its class takes a message alone.
+
+        torch sends the class and the message, and the caller constructs it anew.
+        """
+        cls = type(error)
+        if isinstance(error, GradwireError):
+            return error
+        # torch turns torch.jit.Error into RuntimeError, although its class could be made from a message.
+        converted: Exception = RuntimeError(str(error))
+        if cls is TypeError and _WRONG_ARGUMENTS.search(str(error)):
+            converted = RuntimeError(
+                f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+            )
+        elif cls is not torch.jit.Error:
+            try:
+                cls(str(error))
+            except Exception as problem:
+                converted = RuntimeError(
+                    f"Failed to create original exception type. Error msg was {problem} "
+                    f"Original exception on remote side was {cls.__name__}: {error}"
+                )
+            else:
+                return error
+        converted.__cause__ = error.__cause__
+        return converted
 
     def close(self) -> None:
         """Stops printing."""

@@ -5,17 +5,15 @@ PYTHON_… message types are equivalent here.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
-from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.fault_injection import FaultyRpcBackendOptions, start_faulty_agent
 from .extensions import TORCH_STYLE_EXTENSIONS
 from .tensorpipe import TensorPipeRpcBackendOptions
 
-__all__ = ["FaultyTensorPipeRpcBackendOptions", "register", "start_agent"]
-
-NAME = "FAULTY_TENSORPIPE"
+__all__ = ["FaultyTensorPipeRpcBackendOptions", "construct_options", "start"]
 
 MESSAGE_TYPES = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": "autograd.release",
@@ -59,13 +57,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.num_fail_sends = num_fail_sends
 
 
-def register() -> None:
-    """Registers the backend FAULTY_TENSORPIPE, if it is not registered yet."""
-    if not backend_registered(NAME):
-        register_backend(NAME, _construct_options, start_agent)
-
-
-def start_agent(
+def start(
     store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
 ) -> rpc.RpcAgent:
     """Starts an agent with injected faults.
@@ -83,16 +75,7 @@ def start_agent(
     for message, seconds in options.messages_to_delay.items():
         delays[_translate(message)] = max(seconds, delays.get(_translate(message), 0.0))
     faults = FaultyRpcBackendOptions(
-        rpc_timeout=options.rpc_timeout,
-        init_method=options.init_method,
-        init_timeout=options.init_timeout,
-        num_worker_threads=options.num_worker_threads,
-        host=options.host,
-        advertised_host=options.advertised_host,
-        ports=options.ports,
-        insecure=options.insecure,
-        credentials=options.credentials,
-        transports=options.transports,
+        **{each.name: getattr(options, each.name) for each in fields(rpc.RpcBackendOptions)},
         messages_to_fail=sorted({_translate(message) for message in options.messages_to_fail}),
         num_fail_sends=options.num_fail_sends,
         messages_to_delay=delays,
@@ -100,7 +83,7 @@ def start_agent(
     return start_faulty_agent(store, name, rank, world_size, faults, TORCH_STYLE_EXTENSIONS)
 
 
-def _construct_options(
+def construct_options(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = 16,
@@ -109,6 +92,7 @@ def _construct_options(
     num_fail_sends: int = 0,
     **_others: object,
 ) -> FaultyTensorPipeRpcBackendOptions:
+    """Makes the options of the backend; ignores unknown ones, as torch does."""
     return FaultyTensorPipeRpcBackendOptions(
         num_worker_threads, rpc_timeout, init_method, messages_to_fail, messages_to_delay or {}, num_fail_sends
     )

@@ -7,20 +7,23 @@ import types
 from collections.abc import Callable, Sequence
 from typing import final
 
-from ..autograd.functions import RecvRpc, SendRpc
-from ..nn.remote_module import RemoteModule
+from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.contracts.options import TRANSPORTS
-from ..rref.rref import RRef
-from .contexts import NODE_METHODS
-from .defaults import defaults
+from . import faulty, tensorpipe
 from .import_hooks import call_on_import
+from .methods import METHODS
 from .names import REPLACEMENTS
 from .patches import Patches
 from .provided import provide
-from .references import METHODS as RREF_METHODS
-from .remote_module import METHODS as REMOTE_MODULE_METHODS
+from .tensorpipe import defaults
 
 __all__ = ["install", "is_installed", "uninstall"]
+
+BACKENDS = {
+    "FAULTY_TENSORPIPE": (faulty.construct_options, faulty.start),
+    "TENSORPIPE": (tensorpipe.construct_options, tensorpipe.start),
+}
+"""What makes the options of a backend and starts its agent, by the name that it is registered with."""
 
 IMPORTED_FIRST = ("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.rpc._testing")
 """Modules to import before patching.
@@ -76,13 +79,14 @@ class _Installation:
             if self.is_installed:
                 return
             self.is_installed = True
+            for name, handlers in BACKENDS.items():
+                if not backend_registered(name):
+                    register_backend(name, *handlers)
             self._provided = provide(self._patches)
             for name in IMPORTED_FIRST:
                 importlib.import_module(name)
-            self._patches.patch(RRef, RREF_METHODS)
-            self._patches.patch(RemoteModule, REMOTE_MODULE_METHODS)
-            for function in (SendRpc, RecvRpc):
-                self._patches.patch(function._backward_cls, NODE_METHODS)
+            for owner, methods in METHODS.items():
+                self._patches.patch(owner, methods)
             self._remove_hooks = [call_on_import(name, self._patch_module) for name in REPLACEMENTS]
             self._is_complete = True
             self._patches.patch_importers()
@@ -98,7 +102,7 @@ class _Installation:
             self.is_installed = self._is_complete = False
 
     def _patch_module(self, module: types.ModuleType) -> None:
-        self._patches.patch(module, REPLACEMENTS[module.__name__]())
+        self._patches.patch(module, REPLACEMENTS[module.__name__])
         if self._is_complete:  # else `install` looks through all modules, once for all tables
             self._patches.patch_importers()
 

@@ -6,7 +6,6 @@ They have the names that programs use, on gradwire. Where torch has RPC, its mod
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 
@@ -15,7 +14,7 @@ from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
 from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from ..rpc.profiling.extension import RPCExecMode
 from . import tensorpipe
-from .names import REPLACEMENTS
+from .names import REPLACEMENTS, Names, public_names
 from .patches import Patches
 
 __all__ = ["provide"]
@@ -24,8 +23,6 @@ _RPC = "torch.distributed.rpc"
 _AUTOGRAD = "torch.distributed.autograd"
 _NN = "torch.distributed.nn"
 _OPTIM = "torch.distributed.optim"
-
-Names = Mapping[str, object]
 
 
 def provide(patches: Patches) -> list[str]:
@@ -37,20 +34,20 @@ def provide(patches: Patches) -> list[str]:
     Returns:
         The names of the modules that have been made, in `sys.modules`.
     """
-    tables: dict[str, Callable[[], Names]] = {}
+    tables: dict[str, Names] = {}
     if not _is_available(_RPC):
-        tables.update(_rpc_modules())
+        tables.update(RPC_MODULES)
     if not _is_available(_AUTOGRAD):
-        tables.update(_autograd_modules())
+        tables.update(AUTOGRAD_MODULES)
     if tables:
-        tables.update(_modules_built_on_it())
+        tables.update(MODULES_BUILT_ON_IT)
     made = []
     for name, names in tables.items():
         if not _is_present(name):
             sys.modules[name] = _empty_module(name)
             made.append(name)
         module = sys.modules[name]
-        patches.patch(module, names())
+        patches.patch(module, names)
         parent, _, child = name.rpartition(".")
         patches.patch(sys.modules[parent], {child: module})
     return made
@@ -84,68 +81,57 @@ def _empty_module(name: str) -> types.ModuleType:
     return module
 
 
-def _public(module: types.ModuleType) -> Names:
-    return {name: getattr(module, name) for name in module.__all__}
+def _is_available_to_caller() -> bool:
+    """Returns True to programs; and False to torch, which asks whether it can use the C++ part of its own."""
+    caller: str = sys._getframe(1).f_globals.get("__name__", "")
+    return not caller.startswith("torch.")
 
 
-def _rpc_modules() -> Iterator[tuple[str, Callable[[], Names]]]:
-    """Yields the modules of RPC, each after its parent, with the functions that return their names."""
-    extension, api = REPLACEMENTS["torch._C._distributed_rpc"], REPLACEMENTS[f"{_RPC}.api"]
-    yield "torch._C._distributed_rpc", extension
-    yield (
-        _RPC,
-        lambda: {
-            **_public(rpc),
-            **extension(),
-            **api(),
-            **REPLACEMENTS[_RPC](),
-            "TensorPipeRpcBackendOptions": tensorpipe.TensorPipeRpcBackendOptions,
-            "is_available": _is_available_to_caller,
-        },
-    )
-    yield f"{_RPC}.api", lambda: {**_public(rpc), **extension(), **api(), "_ignore_rref_leak": True}
-    yield f"{_RPC}.constants", _constants
-    yield f"{_RPC}.internal", lambda: {"RPCExecMode": RPCExecMode}
-    yield f"{_RPC}._testing", REPLACEMENTS[f"{_RPC}._testing"]
-    for name in ("backend_registry", "functions", "options", "rref_proxy", "server_process_global_profiler"):
-        yield f"{_RPC}.{name}", REPLACEMENTS[f"{_RPC}.{name}"]
+_RPC_EXTENSION, _API = REPLACEMENTS["torch._C._distributed_rpc"], REPLACEMENTS[f"{_RPC}.api"]
 
-
-def _constants() -> Names:
-    return {
+RPC_MODULES: dict[str, Names] = {
+    "torch._C._distributed_rpc": _RPC_EXTENSION,
+    _RPC: {
+        **public_names(rpc),
+        **_RPC_EXTENSION,
+        **_API,
+        **REPLACEMENTS[_RPC],
+        "TensorPipeRpcBackendOptions": tensorpipe.TensorPipeRpcBackendOptions,
+        "is_available": _is_available_to_caller,
+    },
+    f"{_RPC}.api": {**public_names(rpc), **_RPC_EXTENSION, **_API, "_ignore_rref_leak": True},
+    f"{_RPC}.constants": {
         "DEFAULT_INIT_METHOD": DEFAULT_INIT_METHOD,
         "DEFAULT_NUM_WORKER_THREADS": 16,
         "DEFAULT_PROCESS_GROUP_TIMEOUT": timedelta(milliseconds=2**31 - 1),
         "DEFAULT_RPC_TIMEOUT_SEC": DEFAULT_RPC_TIMEOUT,
         "DEFAULT_SHUTDOWN_TIMEOUT": 0.0,
         "UNSET_RPC_TIMEOUT": UNSET_RPC_TIMEOUT,
-    }
+    },
+    f"{_RPC}.internal": {"RPCExecMode": RPCExecMode},
+    **{
+        name: names
+        for name, names in REPLACEMENTS.items()
+        if name.startswith(f"{_RPC}.") and name != f"{_RPC}.api"
+    },
+}
+"""The modules of RPC, each after its parent, with their names."""
 
+AUTOGRAD_MODULES: dict[str, Names] = {
+    "torch._C._distributed_autograd": REPLACEMENTS["torch._C._distributed_autograd"],
+    _AUTOGRAD: {
+        **public_names(autograd),
+        **REPLACEMENTS["torch._C._distributed_autograd"],
+        **REPLACEMENTS[_AUTOGRAD],
+        "is_available": _is_available_to_caller,
+    },
+}
 
-def _autograd_modules() -> Iterator[tuple[str, Callable[[], Names]]]:
-    extension = REPLACEMENTS["torch._C._distributed_autograd"]
-    yield "torch._C._distributed_autograd", extension
-    yield (
-        _AUTOGRAD,
-        lambda: {
-            **_public(autograd),
-            **extension(),
-            **REPLACEMENTS[_AUTOGRAD](),
-            "is_available": _is_available_to_caller,
-        },
-    )
-
-
-def _modules_built_on_it() -> Iterator[tuple[str, Callable[[], Names]]]:
-    """Yields modules that torch has without the names that need RPC."""
-    yield _OPTIM, lambda: {"DistributedOptimizer": optim.DistributedOptimizer}
-    yield f"{_OPTIM}.optimizer", REPLACEMENTS[f"{_OPTIM}.optimizer"]
-    yield _NN, lambda: {"RemoteModule": nn.RemoteModule}
-    yield f"{_NN}.api", dict
-    yield f"{_NN}.api.remote_module", REPLACEMENTS[f"{_NN}.api.remote_module"]
-
-
-def _is_available_to_caller() -> bool:
-    """Returns True to programs; and False to torch, which asks whether it can use the C++ part of its own."""
-    caller: str = sys._getframe(1).f_globals.get("__name__", "")
-    return not caller.startswith("torch.")
+MODULES_BUILT_ON_IT: dict[str, Names] = {
+    _OPTIM: {"DistributedOptimizer": optim.DistributedOptimizer},
+    f"{_OPTIM}.optimizer": REPLACEMENTS[f"{_OPTIM}.optimizer"],
+    _NN: {"RemoteModule": nn.RemoteModule},
+    f"{_NN}.api": {},
+    f"{_NN}.api.remote_module": REPLACEMENTS[f"{_NN}.api.remote_module"],
+}
+"""Modules that torch has without the names that need RPC."""

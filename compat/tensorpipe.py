@@ -2,24 +2,42 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, final
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
 from ..rpc.agent.grpc_agent import GrpcAgent
-from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.contracts.devices import Device
-from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
+from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, TRANSPORTS
 from ..rpc.grpc_backend import start_agent
-from .defaults import defaults
 from .extensions import TORCH_STYLE_EXTENSIONS
 
-__all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
-
-NAME = "TENSORPIPE"
+__all__ = [
+    "Defaults",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "construct_options",
+    "defaults",
+    "start",
+]
 
 log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(slots=True)
+class Defaults:
+    """Defaults of options that torch lacks, by the options' names, for programs written without them."""
+
+    insecure: bool = False
+    host: str | None = None
+    transports: Sequence[str] = TRANSPORTS
+
+
+defaults: Final = Defaults()
+"""The defaults of this process; `install` sets them."""
 
 
 class RpcBackendOptions(rpc.RpcBackendOptions):
@@ -72,33 +90,17 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 log.debug("%s=%r is ignored: it names components of TensorPipe", option, value)
 
 
-def register() -> None:
-    """Registers the backend TENSORPIPE, if it is not registered yet."""
-    if not backend_registered(NAME):
-        register_backend(NAME, _construct_options, _start_agent)
-
-
-def _construct_options(
-    rpc_timeout: float,
-    init_method: str,
-    num_worker_threads: int = 16,
-    _transports: Sequence[str] | None = None,
-    _channels: Sequence[str] | None = None,
-    **_others: Any,
-) -> TensorPipeRpcBackendOptions:
+def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> TensorPipeRpcBackendOptions:
     """Makes the options of the backend; ignores unknown ones, as torch does."""
-    return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
-    )
+    known = ("num_worker_threads", "_transports", "_channels")
+    given = {name: options[name] for name in known if name in options}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **given)
 
 
-def _start_agent(
+def start(
     store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
 ) -> rpc.RpcAgent:
+    """Starts an agent. Raises TypeError if the options are not a TensorPipeRpcBackendOptions."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but it is {rpc_backend_options!r}"

@@ -105,5 +105,5 @@ def test_every_replaced_name_exists_in_torch():
     compat.install()
     compat.uninstall()
     assert not {
-        f"{name}.{each}" for name, table in REPLACEMENTS.items() for each in set(table()) - torch_has[name]
+        f"{name}.{each}" for name, table in REPLACEMENTS.items() for each in set(table) - torch_has[name]
     }
