@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from .autograd.extension import Autograd
 from .nn.remote_module import ModuleReducers
 from .rpc.calls.handler import Calls
-from .rpc.contracts.extension import Extension
+from .rpc.contracts.extension import ExtensionFactory
 from .rpc.profiling.extension import Profiling
 from .rpc.streaming.streams import Streams
 from .rref.forks import References
 from .tracing.group_profile import GroupProfile
-from .tracing.open_telemetry import OpenTelemetry
+from .tracing.open_telemetry import open_telemetry
 from .view.extension import Viewing
 from .view.page import Page
 from .view.statistics import CallStatistics
 
 __all__ = ["DEFAULT_EXTENSIONS"]
 
-DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (
+DEFAULT_EXTENSIONS: Sequence[ExtensionFactory] = (
     Profiling,
     Calls,
     Streams,
@@ -27,7 +27,7 @@ DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (
     Viewing,
     Page,
     GroupProfile,
-    OpenTelemetry,  # after those whose handlers it traces
+    open_telemetry,  # after those whose handlers it traces
     CallStatistics,  # the last: it measures the handlers of the others
 )
 """The extensions, in the order in which their hooks run."""

@@ -19,7 +19,6 @@ from functools import partial
 
 import numpy as np
 import torch
-
 from gradwire import rpc
 
 from .machine import load_average, resident_bytes

@@ -12,7 +12,7 @@ import torch
 from ..errors import GradwireError
 from ..extensions import DEFAULT_EXTENSIONS
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.extension import Extension, ExtensionFactory
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
@@ -103,7 +103,7 @@ class _StderrHandler(logging.Handler):
             print(f"On {self._worker}:\n{error!r}\n{text}", file=sys.stderr)
 
 
-TORCH_STYLE_EXTENSIONS: Sequence[type[Extension]] = (
+TORCH_STYLE_EXTENSIONS: Sequence[ExtensionFactory] = (
     *DEFAULT_EXTENSIONS,
     TorchErrorStyle,
     TorchCallStyle,

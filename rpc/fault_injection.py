@@ -33,7 +33,7 @@ from .backend_registry import register_backend
 from .channels.broadcast import broadcasts
 from .collectives import all_gather
 from .contracts.control import CANCELLED
-from .contracts.extension import ExtensionFactory
+from .contracts.extension import Extension, ExtensionFactory
 from .contracts.messages import MessageType
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
@@ -59,7 +59,8 @@ def control_kinds() -> Sequence[str]:
 
     of_rooms = *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS
     kinds = [CANCELLED, CONFIRMED, *of_rooms]
-    return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
+    classes = [each for each in DEFAULT_EXTENSIONS if isinstance(each, type) and issubclass(each, Extension)]
+    return sorted([*kinds, *(kind for extension in classes for kind in extension.control_kinds)])
 
 
 def message_names() -> Sequence[str]:

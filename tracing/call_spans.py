@@ -3,7 +3,8 @@
 import concurrent.futures
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, final
 
@@ -14,13 +15,15 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from ..errors import Outcome
 from ..proto.v1 import agent_pb2
-from ..rpc.contracts.messages import RESULT, Deferred, Incoming, Outgoing, Request
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.messages import RESULT, Deferred, Handler, Incoming, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.kept_errors import printable_text
 from .method_names import MethodNames
 from .trace_fields import add_fields, read_fields
 
-__all__ = ["CallSpans"]
+__all__ = ["CallSpans", "context_of"]
 
 SYSTEM = "gradwire"
 
@@ -45,16 +48,36 @@ def _logs_errors(function: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+def context_of(envelope: agent_pb2.Envelope) -> Context | None:
+    """Returns the context that a request has carried; None if there is none that the propagator can read."""
+    if envelope.type == RESULT or not envelope.id or not envelope.trace:
+        return None
+    try:
+        return propagate.extract(read_fields(envelope.trace), Context()) or None
+    except Exception:  # of a propagator that does not expect what a peer may send
+        log.debug("the place of a call in a trace cannot be read", exc_info=True)
+        return None
+
+
+@contextmanager
+def _inside(context: Context) -> Iterator[None]:
+    token = contexts.attach(context)
+    try:
+        yield
+    finally:
+        contexts.detach(token)
+
+
 @final
-class CallSpans:
+class CallSpans(Extension):
     """Makes the spans of one worker: of kind CLIENT for the calls that it makes, SERVER for those that it runs.
 
     They go to the tracer provider of the process, and their context travels as its propagator writes it.
     """
 
-    def __init__(self, worker: str) -> None:
-        """Args: worker: the name of this worker."""
-        self._worker = worker
+    def __init__(self, agent: RpcAgent) -> None:
+        super().__init__(agent)
+        self._worker = agent.info.name
         self._tracer = trace.get_tracer(SYSTEM, schema_url=SCHEMA_URL)
         self._names = MethodNames()
         self._in_flight: dict[int, Span] = {}
@@ -63,7 +86,7 @@ class CallSpans:
     # The caller.
 
     @_logs_errors
-    def begin_call(self, identifier: int, worker: WorkerInfo, request: Request) -> None:
+    def on_request(self, identifier: int, worker: WorkerInfo, request: Request) -> None:
         """Begins the span of a call, inside of the current span of this thread."""
         method = self._names.of(request.kind, request.value)
         attributes = self._attributes(method.name, method.operation, self._worker, worker.name)
@@ -72,7 +95,7 @@ class CallSpans:
         )
 
     @_logs_errors
-    def add_context(self, message: Outgoing) -> None:
+    def on_send(self, message: Outgoing) -> None:
         """Adds the context of a call's span to its message."""
         if message.reply_to is None and (span := self._in_flight.get(message.envelope.id)) is not None:
             fields: dict[str, str] = {}
@@ -80,59 +103,46 @@ class CallSpans:
             add_fields(fields, message.envelope)
 
     @_logs_errors
-    def fail_call(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
-        """Notes why a call has failed."""
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
+        """Notes in a call's span why it has failed."""
         if (span := self._in_flight.get(identifier)) is not None:
             span.set_attribute("gradwire.outcome", outcome.name.lower())
             _set_error(span, error)
 
     @_logs_errors
-    def end_call(self, identifier: int) -> None:
+    def on_complete(self, identifier: int) -> None:
         """Ends the span of a call."""
         if (span := self._in_flight.pop(identifier, None)) is not None:
             span.end()
 
     # The callee.
 
-    def context_of(self, envelope: agent_pb2.Envelope) -> Context | None:
-        """Returns the context that a request has carried; None if there is none that the propagator can read."""
-        if envelope.type == RESULT or not envelope.id or not envelope.trace:
-            return None
-        try:
-            return propagate.extract(read_fields(envelope.trace), Context()) or None
-        except Exception:  # of a propagator that does not expect what a peer may send
-            log.debug("the place of a call in a trace cannot be read", exc_info=True)
-            return None
+    def on_receive(self, message: Incoming) -> None:
+        """Reads the context that a request has carried."""
+        if (context := context_of(message.envelope)) is not None:
+            message.state[CallSpans] = context
 
-    @contextmanager
-    def inside(self, context: Context) -> Iterator[None]:
-        """Context manager that makes a context current."""
-        token = contexts.attach(context)
-        try:
-            yield
-        finally:
-            contexts.detach(token)
+    def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
+        """Returns a context manager that makes the context of a request current, or that of its span."""
+        context = message.state.get(CallSpans)
+        return None if context is None else _inside(context)
 
-    def run(self, run: Callable[[Incoming], Any], message: Incoming, key: type) -> Any:
-        """Runs a handler inside of a span, and returns what it returns.
+    def observe(self, handler: Handler) -> Handler:
+        """Returns a handler that runs inside of a span."""
+        return replace(handler, run=partial(self._run, handler.run)) if handler.user_values else handler
 
-        Args:
-            run: the handler.
-            message: what it takes.
-            key: of the context in the state of the message.
-        """
+    def _run(self, run: Callable[[Incoming], Any], message: Incoming) -> Any:
+        if not message.envelope.id:  # an item of a stream, which is no call
+            return run(message)
         try:
-            span, context = self._begin_serving(message, message.state.get(key) or Context())
+            span, context = self._begin_serving(message, message.state.get(CallSpans) or Context())
         except Exception:
             log.exception("a span cannot be recorded")
             return run(message)
-        message.state[key] = context
+        message.state[CallSpans] = context
         try:
-            token = contexts.attach(context)
-            try:
+            with _inside(context):
                 result = run(message)
-            finally:
-                contexts.detach(token)
         except BaseException as error:
             _end(span, error)
             raise

@@ -29,6 +29,16 @@ class WorkerTrace(NamedTuple):
     recording: Recording
     clock: Clock
 
+    def time_of(self, event: Event) -> int:
+        """Returns the time of an event of torch by the clock of the worker that merges, in nanoseconds."""
+        return self.clock.to_local(self.recording.base_ns + round(event["ts"] * 1e3))
+
+    def times(self) -> Iterator[int]:
+        """Yields all times but those of metadata events, by the clock of the worker that merges."""
+        yield from (self.time_of(each) for each in self.recording.events if each["ph"] != "M")
+        yield from (self.clock.to_local(each.begun_ns) for each in self.recording.calls)
+        yield from (self.clock.to_local(each.begun_ns) for each in self.recording.runs)
+
 
 def merge(workers: Sequence[WorkerTrace]) -> Event:
     """Returns the trace of all workers.
@@ -39,15 +49,14 @@ def merge(workers: Sequence[WorkerTrace]) -> Event:
     Args:
         workers: in the order in which they are shown.
     """
-    shifts = [_Shift(worker) for worker in workers]
-    base_ns = min((time for shift in shifts for time in shift.times()), default=0)
+    base_ns = min((time for worker in workers for time in worker.times()), default=0)
     calls = {(each.wire_id, call.id) for each in workers for call in each.recording.calls}
     events: list[Event] = []
-    for number, (worker, shift) in enumerate(zip(workers, shifts, strict=True)):
-        events += _of_torch(number, worker, shift, base_ns)
-        events += _of_calls(number, worker, shift, base_ns)
-        events += _of_runs(number, worker, shift, base_ns, calls)
-        events += _of_left_out(number, worker, shift, base_ns)
+    for number, worker in enumerate(workers):
+        events += _of_torch(number, worker, base_ns)
+        events += _of_calls(number, worker, base_ns)
+        events += _of_runs(number, worker, base_ns, calls)
+        events += _of_left_out(number, worker, base_ns)
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -66,28 +75,7 @@ def _facts(worker: WorkerTrace) -> dict[str, float]:
     }
 
 
-class _Shift:
-    """Brings the times of one worker to the clock of the one that merges."""
-
-    def __init__(self, worker: WorkerTrace) -> None:
-        self._clock, self._recording = worker.clock, worker.recording
-
-    def of_event(self, event: Event) -> int:
-        """Returns the time of an event of torch, in nanoseconds."""
-        return self._clock.to_local(self._recording.base_ns + round(event["ts"] * 1e3))
-
-    def of(self, time_ns: int) -> int:
-        """Returns the time of a call or a run, in nanoseconds."""
-        return self._clock.to_local(time_ns)
-
-    def times(self) -> Iterator[int]:
-        """Yields all times but those of metadata events."""
-        yield from (self.of_event(each) for each in self._recording.events if each["ph"] != "M")
-        yield from (self.of(each.begun_ns) for each in self._recording.calls)
-        yield from (self.of(each.begun_ns) for each in self._recording.runs)
-
-
-def _of_torch(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+def _of_torch(number: int, worker: WorkerTrace, base_ns: int) -> Iterator[Event]:
     """Yields torch's events of one worker, and names for its processes."""
     main = number * PROCESSES_PER_WORKER
     processes = {worker.recording.process: main}
@@ -102,7 +90,7 @@ def _of_torch(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
         if event["ph"] == "M":
             changed["ts"] = 0
         else:
-            changed["ts"] = (shift.of_event(event) - base_ns) / 1e3
+            changed["ts"] = (worker.time_of(event) - base_ns) / 1e3
         if event["ph"] in {"s", "t", "f"} and isinstance(event.get("id"), int):
             changed["id"] = (number << FLOW_SHIFT) | (event["id"] & ((1 << FLOW_SHIFT) - 1))
         yield changed
@@ -112,7 +100,7 @@ def _of_torch(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
         yield _metadata_event("process_sort_index", process, 0, {"sort_index": process})
 
 
-def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+def _of_calls(number: int, worker: WorkerTrace, base_ns: int) -> Iterator[Event]:
     """Yields the calls of one worker: each in the first row in which it overlaps with no other."""
     process = number * PROCESSES_PER_WORKER
     rows = 0
@@ -122,7 +110,7 @@ def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
             rows += 1
             yield _metadata_event("thread_name", process, thread, {"name": f"calls {rows}"})
             yield _metadata_event("thread_sort_index", process, thread, {"sort_index": thread})
-        begun = (shift.of(call.begun_ns) - base_ns) / 1e3
+        begun = (worker.clock.to_local(call.begun_ns) - base_ns) / 1e3
         yield {
             "ph": "X",
             "cat": "rpc_call",
@@ -153,13 +141,11 @@ def _rows(calls: Iterable[Call]) -> Iterator[tuple[int, Call]]:
         yield row, call
 
 
-def _of_runs(
-    number: int, worker: WorkerTrace, shift: _Shift, base_ns: int, calls: set[tuple[int, int]]
-) -> Iterator[Event]:
+def _of_runs(number: int, worker: WorkerTrace, base_ns: int, calls: set[tuple[int, int]]) -> Iterator[Event]:
     """Yields the functions that one worker has run for others, and the arrows that lead to them."""
     process = number * PROCESSES_PER_WORKER
     for run in worker.recording.runs:
-        begun = (shift.of(run.begun_ns) - base_ns) / 1e3
+        begun = (worker.clock.to_local(run.begun_ns) - base_ns) / 1e3
         yield {
             "ph": "X",
             "cat": "rpc_run",
@@ -174,7 +160,7 @@ def _of_runs(
             yield _flow_event("f", run.caller, run.id, process, run.thread, begun)
 
 
-def _of_left_out(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+def _of_left_out(number: int, worker: WorkerTrace, base_ns: int) -> Iterator[Event]:
     """Yields an instant event where the recording of one worker begins to be incomplete, if it does."""
     if left_out := worker.recording.left_out:
         yield {
@@ -184,7 +170,7 @@ def _of_left_out(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) 
             "name": f"from here on, {left_out} events are left out: the recording would be too large",
             "pid": number * PROCESSES_PER_WORKER,
             "tid": 0,
-            "ts": max(shift.of(worker.recording.complete_until_ns) - base_ns, 0) / 1e3,
+            "ts": max(worker.clock.to_local(worker.recording.complete_until_ns) - base_ns, 0) / 1e3,
             "args": {"left_out": left_out},
         }
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ..rpc.execution.futures import Future
 from .chrome_trace import WorkerTrace, merge
 from .clocks import Clock, ClockReading, read_clock
 from .group_profile import END_PROFILE
-from .profile_request import ProfileRequest, new_profile_id
+from .profile_request import ProfileRequest
 from .recorder import SETTINGS
 from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES, decode
 
@@ -88,7 +89,7 @@ def profile(
     agent = current_agent()
     chosen = agent.workers() if workers is None else [agent.worker(each) for each in workers]
     present = [each for each in chosen if workers is not None or agent.end_of(each.wire_id) is None]
-    request = ProfileRequest(profile=new_profile_id(), settings=settings, max_bytes=max_bytes)
+    request = ProfileRequest(profile=secrets.token_hex(8), settings=settings, max_bytes=max_bytes)
     session = _Session(agent, dict.fromkeys(present), request, timeout)
     try:
         session.start()

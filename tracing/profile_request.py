@@ -1,21 +1,15 @@
 """What the worker that profiles asks of the others, as it travels."""
 
 import json
-import secrets
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from .recorder import SETTINGS
 from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES
 
-__all__ = ["ProfileRequest", "new_profile_id", "read_profile_id"]
+__all__ = ["ProfileRequest", "read_profile_id"]
 
 MAX_ID_CHARACTERS = 64
-
-
-def new_profile_id() -> str:
-    """Returns an id for a profile, which the worker that profiles has given to no other one."""
-    return secrets.token_hex(8)
 
 
 def read_profile_id(value: object) -> str:

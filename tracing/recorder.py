@@ -33,15 +33,7 @@ class Recorder:
     """Records from its construction until `stop`. Safe to use from any thread."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Begins to record.
-
-        Args:
-            name: of this worker.
-            settings: those of SETTINGS that are on.
-
-        Raises:
-            RpcError: torch profiles something in this process already.
-        """
+        """Begins to record on the worker of this name. Raises RpcError if torch profiles something already."""
         self._names = MethodNames()
         self._in_flight: dict[int, tuple[int, str, int]] = {}
         """The callee, the method and the beginning of each call without an answer, by its id."""

@@ -13,12 +13,7 @@ MAX_FIELDS_BYTES = 10 << 10
 
 
 def add_fields(fields: Mapping[str, str], envelope: agent_pb2.Envelope) -> None:
-    """Adds fields to the envelope of a request, in their order; leaves out those for which there is no room.
-
-    Args:
-        fields: what a propagator has written.
-        envelope: the request's.
-    """
+    """Adds fields to the envelope of a request, in their order; leaves out those for which there is no room."""
     nbytes = 0
     for name, value in fields.items():
         if len(envelope.trace) == MAX_FIELDS:
@@ -29,11 +24,7 @@ def add_fields(fields: Mapping[str, str], envelope: agent_pb2.Envelope) -> None:
 
 
 def read_fields(trace: Iterable[agent_pb2.TraceField]) -> MutableMapping[str, str]:
-    """Returns the fields that a request has carried; none if they are too many, or have too many characters.
-
-    Args:
-        trace: of the envelope.
-    """
+    """Returns the fields that a request has carried; none if they are too many, or have too many characters."""
     fields: dict[str, str] = {}
     nbytes = 0
     for field in trace:

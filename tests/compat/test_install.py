@@ -104,6 +104,4 @@ def test_every_replaced_name_exists_in_torch():
     torch_has = {name: set(dir(sys.modules[name])) for name in REPLACEMENTS}
     compat.install()
     compat.uninstall()
-    assert not {
-        f"{name}.{each}" for name, table in REPLACEMENTS.items() for each in set(table) - torch_has[name]
-    }
+    assert not {f"{name}.{each}" for name, table in REPLACEMENTS.items() for each in set(table) - torch_has[name]}

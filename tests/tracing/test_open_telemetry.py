@@ -13,7 +13,7 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, Request
 from gradwire.rpc.contracts.options import otel_from_environment
-from gradwire.tracing.call_spans import CallSpans
+from gradwire.tracing.call_spans import context_of
 from gradwire.tracing.trace_fields import MAX_FIELDS, MAX_FIELDS_BYTES, add_fields, read_fields
 from hypothesis import given
 from hypothesis import strategies as st
@@ -293,7 +293,7 @@ def test_fields_are_bounded():
 def test_any_fields_can_be_read(fields):
     envelope = agent_pb2.Envelope(id=1, trace=[agent_pb2.TraceField(name=n, value=v) for n, v in fields])
     assert len(read_fields(envelope.trace)) <= MAX_FIELDS
-    found = CallSpans("worker0").context_of(envelope)
+    found = context_of(envelope)
     assert found is None or len(found)
 
 
