@@ -7,6 +7,7 @@ nodes of the graph find the running pass through their context.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -27,14 +28,33 @@ from ..rpc.execution.kept_errors import copy_error
 from .closure import SendId
 from .compression import TensorGradients, compress
 from .gradient_sender import GradientSender, PassId
-from .partial import PartialGradients
+from .gradients import total
 
-__all__ = ["BackwardPass", "PassPart", "Passes"]
+__all__ = ["BackwardPass", "PartialGradients", "PassPart", "Passes"]
 
 NOT_RUNNING = "a node of the graph runs although the pass does not"
 
 MAX_PASSES = 1024
 """Passes of one context and worker that another worker knows: those that have failed, or that have not ended."""
+
+
+@final
+class PartialGradients:
+    """Sums up the gradients of received messages until all roots that depend on them have run."""
+
+    def __init__(self, root_counts: Counter[SendId]) -> None:
+        """Args: root_counts: the number of roots that depend on each message."""
+        self._missing = Counter(root_counts)
+        self._sums: dict[SendId, list[torch.Tensor | None]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, send: SendId, gradients: TensorGradients) -> TensorGradients | None:
+        """Adds the gradients that one root contributes; returns the sum after the last root, else None."""
+        with self._lock:
+            before = self._sums.get(send, [None] * len(gradients))
+            self._sums[send] = [total(*pair) for pair in zip(before, gradients, strict=True)]
+            self._missing[send] -= 1
+            return None if self._missing[send] else self._sums.pop(send)
 
 
 @dataclass(slots=True)
@@ -114,11 +134,7 @@ class BackwardPass:
                     self._changed.notify_all()
 
     def take_complete(self, message_id: int) -> Sequence[torch.Tensor] | None:
-        """Returns the gradients of the tensors of a message that this worker sent, if all of them have arrived.
-
-        Returns:
-            The gradients; None if they have not arrived, or if a tensor has none.
-        """
+        """Returns the gradients of the tensors of a message of this worker, if all have arrived; else None."""
         gradients = self._gradients.get(message_id)
         if gradients is None or self.error is not None:
             return None
@@ -200,13 +216,7 @@ class Passes:
     """The backward passes of one context on this worker. At most one of them runs. Safe to use from any thread."""
 
     def __init__(self, agent: RpcAgent, context_id: int, on_closed: Callable[[], None]) -> None:
-        """Makes them.
-
-        Args:
-            agent: this worker's.
-            context_id: the id of the context.
-            on_closed: called once `close` has been called and no pass runs.
-        """
+        """Args: on_closed: called once `close` has been called and no pass runs."""
         self._agent = agent
         self._context_id = context_id
         self._on_closed: Callable[[], None] | None = on_closed
@@ -234,11 +244,7 @@ class Passes:
         return running
 
     def begin(self, identifier: PassId, part: PassPart) -> BackwardPass:
-        """Makes a pass the running one.
-
-        Args:
-            identifier: the pass.
-            part: this worker's.
+        """Makes a pass, with this worker's part, the running one.
 
         Raises:
             UnknownContextError: the context has ended.

@@ -16,9 +16,9 @@ import torch
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from .backward_pass import Passes
-from .closure import MAX_HEADER_SENDS, NOTHING, Closure, SendId
+from .closure import NOTHING, Closure, SendId
 from .compression import TensorGradients
-from .functions import receive, send
+from .functions import RecvRpc, SendRpc, apply_with_grad
 from .gradient_sender import PassId
 from .gradients import GradSwapLock, LeafGradients
 from .graph import Graph, follower_of, small_closure
@@ -82,15 +82,7 @@ class Context:
     def __init__(
         self, agent: RpcAgent, identifier: int, creator: int, dummy: torch.Tensor, swap_lock: GradSwapLock
     ) -> None:
-        """Makes a part without messages.
-
-        Args:
-            agent: this worker's.
-            identifier: the id of the context.
-            creator: the id of the worker that has created it.
-            dummy: a leaf that all `RecvRpc` nodes of this worker lead to.
-            swap_lock: that of the whole worker, for leaves whose `.grad` is replaced.
-        """
+        """Makes a part without messages. All parts of a worker share the dummy and the lock."""
         self.agent = agent
         self.id = identifier
         self.creator = creator
@@ -99,6 +91,7 @@ class Context:
         self.senders: set[int] = set()
         """The ids of the workers from which messages of the context have come."""
         self.dummy = dummy
+        """A scalar leaf on the CPU, to which all `RecvRpc` nodes lead."""
         self.gradients = LeafGradients(swap_lock)
         """The gradients of leaves of this worker."""
         self.passes = Passes(agent, identifier, self._clear)
@@ -128,22 +121,17 @@ class Context:
             return not self._is_released
 
     def add_send(self, tensors: list[torch.Tensor], destination: int) -> NewSend | None:
-        """Makes the gate of a message.
+        """Makes the gate of a message for its tensors that require grad.
 
-        Args:
-            tensors: those of the message that require grad.
-            destination: the id of the receiver.
-
-        Returns:
-            The contents of the header; None if the context has ended.
+        Returns the contents of the header; None if the context has ended.
         """
         closure: Closure | None = NOTHING
-        followers = []  # kept for `send`
+        followers = []  # kept for `SendRpc`
         for tensor in tensors:
             if tensor.grad_fn is None:
                 followers.append(follower_of(tensor))
         if self._receives:
-            closure = small_closure(tensors, self._closures, MAX_HEADER_SENDS)
+            closure = small_closure(tensors, self._closures)
         with self._lock:
             if self._is_released:
                 return None
@@ -151,7 +139,7 @@ class Context:
                 self._reached.add(destination)
             message_id = self._message_count
             self._message_count += 1
-            self._gates[message_id] = send(self, message_id, tensors)
+            self._gates[message_id] = apply_with_grad(SendRpc, self, message_id, *tensors)
             self._destinations[message_id] = destination
             return message_id, closure
 
@@ -166,7 +154,9 @@ class Context:
         self, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of a received message, as part of this worker's graph."""
-        received = receive(self, sender, message_id, closure, tensors)
+        received: tuple[torch.Tensor, ...] = apply_with_grad(
+            RecvRpc, self.dummy, self, sender, message_id, closure, tensors
+        )
         with self._lock:
             if not self._is_released:
                 self._receives[sender, message_id] = received[0].grad_fn
@@ -213,11 +203,7 @@ class Context:
             ) from None
 
     def set_gradients(self, sender: int, pass_id: PassId, message_id: int, gradients: TensorGradients) -> None:
-        """Passes the gradients of a message of this worker, which its receiver has sent, to its gate.
-
-        Raises:
-            AutogradError: the sender of the gradients is another worker.
-        """
+        """Passes the gradients of a message to its gate. Raises AutogradError unless they are of its receiver."""
         if self._destinations.get(message_id) != sender:
             self.check_receiver(sender, message_id)
         self.passes.set_gradients(pass_id, message_id, gradients)
@@ -235,10 +221,7 @@ class Context:
         """Ends the context here: aborts the running pass, then releases the graph.
 
         The graph refers to the context through C++, where Python's garbage collector does not look, so it would
-        never be freed otherwise.
-
-        Returns:
-            The ids of the workers that this one has sent messages of the context to.
+        never be freed otherwise. Returns the ids of the workers that it has reached from here.
         """
         with self._lock:
             self._is_released = True

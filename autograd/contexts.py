@@ -1,13 +1,14 @@
 """The contexts that a worker has a part in."""
 
 import threading
-from collections.abc import Callable, Set
-from typing import final
+from collections.abc import Set
+from typing import Any, final
 
 import torch
 
 from ..errors import AutogradError, LimitReachedError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from .context import Context, creator_of
 from .ended import EndedContexts, OpenContexts
@@ -24,30 +25,12 @@ MAX_JOINED_CONTEXTS = 1 << 14
 class Contexts:
     """The contexts that this worker has a part in, by id. Safe to use from any thread."""
 
-    def __init__(
-        self,
-        agent: RpcAgent,
-        send_release: Callable[[int, int, Set[int], str], None],
-        send_joined: Callable[[int, int], None],
-        ask_for_open: Callable[[int], None],
-    ) -> None:
-        """Makes them.
-
-        Args:
-            agent: this worker's.
-            send_release: tells a worker that a context has ended. Takes the ids of the worker and the context, and
-                the workers that the context's creator tells, and how the creator was lost, if that is why.
-            send_joined: tells the creator of a context, by its id, that this worker has a part in the context, of
-                which the creator may not know.
-            ask_for_open: asks a worker, by its id, which of its contexts are open: see `learn_open`.
-        """
+    def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
-        self._send_release = send_release
-        self._send_joined = send_joined
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._swap_lock = GradSwapLock()
-        self._ended = EndedContexts(ask_for_open)
+        self._ended = EndedContexts(lambda creator: self._send(creator, "autograd.ask_open", None))
         """Those of others. Used with the lock."""
         self._next = agent.info.wire_id << 48 | 1
         """The id of the next context."""
@@ -55,6 +38,10 @@ class Contexts:
         """The ids of the creators of contexts that this worker has connected to."""
         with torch.inference_mode(mode=False):
             self._dummy = torch.zeros((), requires_grad=True)
+        agent.control.on("autograd.release", self._on_release)
+        agent.control.on("autograd.joined", self._on_joined)
+        agent.control.on("autograd.ask_open", self._on_ask_open)
+        agent.control.on("autograd.open", self._on_open)
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -72,17 +59,6 @@ class Contexts:
             self._next += 1
         return context
 
-    def opened_here(self) -> OpenContexts:
-        """Returns which contexts that this worker has created are open."""
-        me = self._agent.info.wire_id
-        with self._lock:
-            return OpenContexts.of([each for each in self._contexts if creator_of(each) == me], self._next)
-
-    def learn_open(self, creator: int, opened: OpenContexts) -> None:
-        """Learns which contexts of a worker are open. Late messages of others open none of them again."""
-        with self._lock:
-            self._ended.learn(creator, opened)
-
     def get(self, identifier: int) -> Context:
         """Returns this worker's part of a context. Raises UnknownContextError if it has none."""
         context = self._contexts.get(identifier)
@@ -95,14 +71,7 @@ class Contexts:
         return self._contexts.get(identifier)
 
     def join(self, identifier: int, sender: int) -> Context | None:
-        """Returns this worker's part of a context, a new one if need be.
-
-        Args:
-            identifier: the context.
-            sender: the id of the worker that has sent a message of it.
-
-        Returns:
-            The part; None if the context has ended already.
+        """Returns this worker's part of a context of which a message has come; None if the context has ended.
 
         Raises:
             AutogradError: no worker can have created it, or the one that has is lost.
@@ -127,7 +96,7 @@ class Contexts:
                 self.check_creator(identifier, creator)
                 return None
             if creator != sender and self._agent.end_of(sender) is not None:
-                self._send_joined(creator, identifier)  # as in `on_worker_lost`, which has come before
+                self._send(creator, "autograd.joined", identifier)  # as in `on_worker_lost`, which has come before
         context.senders.add(sender)
         return context
 
@@ -138,7 +107,7 @@ class Contexts:
         in the gradients that they compute, and nobody would notice.
         """
         end = self._agent.end_of(creator)
-        reason = end.reason if end is not None and not end.orderly else self._ended.why_cut(identifier)
+        reason = end.reason if end is not None and not end.orderly else self._ended.why(creator, identifier)
         if reason is not None:
             name = self._agent.incarnation(creator).name
             raise AutogradError(
@@ -193,9 +162,8 @@ class Contexts:
                 if creator == self._agent.info.wire_id or sender not in context.senders:
                     raise AutogradError(f"worker {sender} cannot end autograd context {identifier}")
             if creator != self._agent.info.wire_id:
-                self._ended.add(creator, identifier)
-                if lost and sender not in (None, creator):
-                    self._ended.cut(identifier, lost)
+                is_told = sender not in (None, creator)
+                self._ended.add(creator, identifier, lost if lost and is_told else None)
             self._contexts.pop(identifier, None)
         if context is None:
             return
@@ -204,7 +172,7 @@ class Contexts:
         if context.creator == self._agent.info.wire_id:
             told = reached | {context.creator}
         for worker in to_tell:
-            self._send_release(worker, identifier, told, lost)
+            self._send(worker, "autograd.release", (identifier, told, lost))
 
     def on_worker_lost(self, worker: int, end: WorkerEnd, error: Exception) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that it created.
@@ -218,28 +186,14 @@ class Contexts:
             if context.creator == worker:
                 self.release(context.id, lost="" if end.orderly else end.reason)
             elif worker in context.senders and context.creator != me:
-                self._send_joined(context.creator, context.id)
+                self._send(context.creator, "autograd.joined", context.id)
         with self._lock:
             self._ended.discard(worker)
-
-    def on_joined(self, identifier: int, worker: int) -> None:
-        """Ends a context of this worker on another one that has a part in it: now, if it has ended, or with it.
-
-        Raises:
-            AutogradError: this worker has not created the context.
-        """
-        if creator_of(identifier) != self._agent.info.wire_id:
-            raise AutogradError(f"worker {self._agent.info.name!r} has not created autograd context {identifier}")
-        context = self._contexts.get(identifier)
-        if context is None or not context.reach(worker):
-            self._send_release(worker, identifier, frozenset(), "")
 
     def on_worker_suspect(self, worker: int, error: Exception) -> list[tuple[int, PassId]]:
         """Aborts the passes that need a worker which does not answer.
 
-        Returns:
-            The contexts and passes of other workers of which this one has sent gradients to that worker. They may
-            not have arrived.
+        Returns the contexts and passes of other workers of which this one has sent it gradients: they may be lost.
         """
         unsure = []
         for context in self.all():
@@ -269,3 +223,38 @@ class Contexts:
             contexts, self._contexts = self._contexts, {}
         for context in contexts.values():
             context.close()
+
+    # Control messages.
+
+    def _send(self, worker: int, kind: str, payload: object) -> None:
+        # An error of the receiver is expected: none of this worker's messages of a context may have arrived.
+        receiver = self._agent.incarnation(worker)
+        self._agent.control.send(receiver, kind, payload, expected=(AutogradError,), urgent=False)
+
+    def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
+        context_id, told, lost = payload
+        if type(context_id) is not int or not isinstance(told, frozenset | set) or type(lost) is not str:
+            raise ValueError("malformed message: it ends no context")
+        self.release(context_id, sender=sender.wire_id, told=told, lost=lost)
+
+    def _on_joined(self, sender: WorkerInfo, payload: Any) -> None:
+        """Ends a context of this worker on another one that has a part in it: now, if it has ended, or with it."""
+        if type(payload) is not int:
+            raise ValueError("malformed message: it names no context")
+        if creator_of(payload) != self._agent.info.wire_id:
+            raise AutogradError(f"worker {self._agent.info.name!r} has not created autograd context {payload}")
+        context = self._contexts.get(payload)
+        if context is None or not context.reach(sender.wire_id):
+            self._send(sender.wire_id, "autograd.release", (payload, frozenset(), ""))
+
+    def _on_ask_open(self, sender: WorkerInfo, _payload: Any) -> None:
+        me = self._agent.info.wire_id
+        with self._lock:
+            opened = OpenContexts.of([each for each in self._contexts if creator_of(each) == me], self._next)
+        self._send(sender.wire_id, "autograd.open", (opened.below, opened.ids))
+
+    def _on_open(self, sender: WorkerInfo, payload: Any) -> None:
+        """Learns which contexts of a worker are open. Late messages of others open none of them again."""
+        opened = OpenContexts.from_payload(payload, sender.wire_id)
+        with self._lock:
+            self._ended.learn(sender.wire_id, opened)

@@ -61,15 +61,10 @@ class PassCoordinator:
         *,
         one_answer: bool = False,
     ) -> None:
-        """Makes a coordinator.
+        """Makes the coordinator of a pass, with the parts of the other workers that take part, by their ids.
 
-        Args:
-            agent: this worker's.
-            context: the context of the pass.
-            identifier: the pass.
-            requests: the parts of the other workers that take part, by their ids.
-            one_answer: whether there is one other worker, for whose answer the thread that runs the pass waits.
-                Then the thread that reads the answer wakes it, and does nothing else.
+        `one_answer` is whether there is one other worker, for whose answer the thread that runs the pass waits.
+        Then the thread that reads the answer wakes it, and does nothing else.
         """
         self._agent = agent
         self._context = context
@@ -82,15 +77,11 @@ class PassCoordinator:
         self._parts: list[Future[Any]] = []
 
     def start(self, receives: Sequence[Any]) -> None:
-        """Has the workers run their parts, except those that get gradients soon: the request goes with them.
+        """Has the workers run their parts, except those to which these `RecvRpc` nodes send gradients soon.
 
-        Args:
-            receives: the `RecvRpc` nodes of this worker's part, which send gradients to other workers.
+        The request goes with them.
         """
-        later = set()
-        for node in receives:
-            later.add(node.sender)
-        for worker in self._not_started.keys() - later:
+        for worker in self._not_started.keys() - {node.sender for node in receives}:
             self._start(worker, None)
 
     def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:  # noqa: ARG002
@@ -140,11 +131,7 @@ class PassCoordinator:
         self.fail(error)
 
     def collect(self) -> None:
-        """Waits for the gradients in the answer of the one other worker; else they are told of when they arrive.
-
-        Raises:
-            Exception: what the worker has answered with.
-        """
+        """Waits for the gradients in the answer of the one other worker; others are passed on as they arrive."""
         if self._one_answer:
             if self._not_started:
                 self.flush()

@@ -66,8 +66,8 @@ class OpenContexts:
 class _OfCreator:
     told: OpenContexts
     """What the creator has told last."""
-    ended: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """The contexts that have ended besides."""
+    ended: OrderedDict[int, str | None] = field(default_factory=OrderedDict)
+    """The contexts that have ended besides; and why, if another worker has lost the creator."""
     ends: int = 0
     """How many ends this worker has learnt of."""
 
@@ -82,8 +82,6 @@ class EndedContexts:
         self._creators: dict[int, _OfCreator] = {}
         self._left: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
         """The contexts that have ended for another worker, which has not created them, by that worker."""
-        self._cut: OrderedDict[int, str] = OrderedDict()
-        """The contexts that have ended because another worker has lost their creator, and why."""
 
     def __len__(self) -> int:
         """The number of ends that are remembered one by one."""
@@ -98,11 +96,11 @@ class EndedContexts:
         """Returns whether a context has ended for another worker, which may not have created it."""
         return worker in self._left and identifier in self._left[worker]
 
-    def add(self, creator: int, identifier: int) -> None:
-        """Notes that a context of this creator has ended."""
+    def add(self, creator: int, identifier: int, why: str | None = None) -> None:
+        """Notes that a context of this creator has ended; and why, if the creator is lost for another worker."""
         of = self._of(creator)
-        if identifier not in of.ended and not of.told.exclude(identifier):
-            _remember(of.ended, identifier, MAX_ENDED, None)
+        if (why or identifier not in of.ended) and not of.told.exclude(identifier):
+            _remember(of.ended, identifier, MAX_ENDED, why)
         self._count(of, creator)
 
     def leave(self, worker: int, creator: int, identifier: int) -> None:
@@ -113,13 +111,10 @@ class EndedContexts:
         if (of := self._creators.get(creator)) is not None:
             self._count(of, creator)
 
-    def cut(self, identifier: int, reason: str) -> None:
-        """Notes that a context has ended because its creator is lost for another worker, and why it is."""
-        _remember(self._cut, identifier, MAX_LEFT, reason)
-
-    def why_cut(self, identifier: int) -> str | None:
-        """Returns what `cut` has noted."""
-        return self._cut.get(identifier)
+    def why(self, creator: int, identifier: int) -> str | None:
+        """Returns why a context of this creator has ended, if `add` has noted that."""
+        of = self._creators.get(creator)
+        return None if of is None else of.ended.get(identifier)
 
     def know(self, creator: int) -> None:
         """Notes that a worker creates contexts of which messages come."""
@@ -138,7 +133,7 @@ class EndedContexts:
         if told.below == of.told.below:  # this one, or the last one, may be the older: no context opens again
             told = OpenContexts(told.below, told.ids & of.told.ids)
         of.told = told
-        remembered: tuple[OrderedDict[int, Any], ...] = (of.ended, self._cut, *self._left.values())
+        remembered: tuple[OrderedDict[int, Any], ...] = (of.ended, *self._left.values())
         for ended in remembered:
             for identifier in [each for each in ended if creator_of(each) == creator and told.exclude(each)]:
                 del ended[identifier]

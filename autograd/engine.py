@@ -5,6 +5,7 @@ workers take part, has them run their parts, and runs its own.
 """
 
 import itertools
+import reprlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,13 +66,6 @@ class Engine:
     """Runs this worker's backward passes, and its parts of other workers' passes."""
 
     def __init__(self, agent: RpcAgent, contexts: Contexts, anomaly: AnomalyScopes) -> None:
-        """Makes an engine.
-
-        Args:
-            agent: this worker's.
-            contexts: those that this worker has a part in.
-            anomaly: the anomaly mode of this process.
-        """
         self._agent = agent
         self._contexts = contexts
         self._anomaly = anomaly
@@ -84,6 +78,8 @@ class Engine:
         """By worker, the passes that it has this worker run. Guarded by the lock."""
         self.one_root_at_a_time = False
         """Run all graphs as those with nodes on several devices are; for tests on the CPU."""
+        agent.control.on("autograd.abort", self._on_abort)
+        agent.control.on("autograd.fail", self._on_fail)
 
     def backward(
         self,
@@ -141,8 +137,8 @@ class Engine:
         finally:
             del self._coordinators[pass_id]
 
-    def begin_for(self, caller: WorkerInfo) -> None:
-        """Counts what a worker has this one run, which holds a thread until others answer; `end_for` follows.
+    def _begin_for(self, caller: WorkerInfo) -> None:
+        """Counts what a worker has this one run, which holds a thread until others answer; `_end_for` follows.
 
         Raises:
             LimitReachedError: it has too many running.
@@ -155,24 +151,17 @@ class Engine:
                 )
             self._running[caller.wire_id] += 1
 
-    def end_for(self, caller: WorkerInfo) -> None:
+    def _end_for(self, caller: WorkerInfo) -> None:
         """Counts the end of what a worker has had this one run."""
         with self._lock:
             self._running[caller.wire_id] -= 1
-
-    def fail_pass(self, pass_id: PassId, worker: int, error: Exception) -> None:
-        """Fails a pass that this worker has begun and that has not ended, as one that takes part asks for."""
-        coordinator = self._coordinators.get(pass_id)
-        if coordinator is not None:
-            coordinator.fail_for(worker, error)
 
     # Handlers of messages.
 
     def serve_part(self, message: Incoming) -> MessageGradients | None:
         """Runs this worker's part of another worker's pass: the handler of BACKWARD.
 
-        Returns:
-            Gradients for that worker, if the last ones are.
+        Returns gradients for that worker, if the last ones are.
         """
         request, first = message.value
         context_id, pass_id, message_ids, retain_graph, timeout, anomaly = request
@@ -193,7 +182,7 @@ class Engine:
             one_root_at_a_time=self.one_root_at_a_time,
             with_leaves=self._replicas.may_exist,
         )
-        self.begin_for(message.source)
+        self._begin_for(message.source)
         try:
             if anomaly is None:
                 self._run(context, part, pass_id, sender, retain_graph, timeout)
@@ -201,7 +190,7 @@ class Engine:
                 with self._anomaly.scope(anomaly):
                     self._run(context, part, pass_id, sender, retain_graph, timeout)
         finally:
-            self.end_for(message.source)
+            self._end_for(message.source)
         return sender.take()
 
     def serve_gradients(self, message: Incoming) -> None:
@@ -249,6 +238,44 @@ class Engine:
             raise UnknownContextError(message.value, self._agent.info.name)
         return {}, [], []
 
+    def serve_rref_backward(self, message: Incoming) -> None:
+        """Runs a backward pass from the value of an RRef that this worker owns: the handler of RREF_BACKWARD.
+
+        Raises:
+            AutogradError: the value is not a tensor, or cannot be the root of a backward pass.
+        """
+        rref, context_id, retain_graph = message.value
+        root = rref._value_here()
+        if not isinstance(root, torch.Tensor):
+            raise AutogradError(
+                f"RRef should contain a tensor for .backward(), but {rref} has a {type(root).__name__}"
+            )
+        context = self._contexts.get(context_id)
+        check_roots([root])
+        self._begin_for(message.source)
+        try:
+            with self._agent.blocking():
+                self.backward(context, [root], retain_graph=retain_graph)
+        finally:
+            self._end_for(message.source)
+
+    def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:
+        """Ends a pass that has failed on another worker."""
+        context_id, pass_id, error = payload
+        caller, number = pass_id
+        if caller != sender.wire_id or type(number) is not int or not isinstance(error, Exception):
+            raise AutogradError(f"{sender.name!r} cannot abort a pass of worker {reprlib.repr(caller)}")
+        if (context := self._contexts.find(context_id)) is not None:
+            context.passes.abort(pass_id, error)
+
+    def _on_fail(self, sender: WorkerInfo, payload: Any) -> None:
+        """Fails a pass that this worker has begun, as one that takes part asks for."""
+        _, (caller, number), error = payload
+        if caller != self._agent.info.wire_id or type(number) is not int or not isinstance(error, Exception):
+            raise AutogradError(f"{sender.name!r} cannot fail a pass of worker {reprlib.repr(caller)}")
+        if (coordinator := self._coordinators.get((caller, number))) is not None:
+            coordinator.fail_for(sender.wire_id, error)
+
     # This worker's part.
 
     def _run(
@@ -261,17 +288,7 @@ class Engine:
         timeout: float,
         collect: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs this worker's part of a pass and adds the gradients of leaves to the context.
-
-        Args:
-            context: the context of the pass.
-            part: this worker's.
-            pass_id: the pass.
-            sender: sends gradients to other workers.
-            retain_graph: keep the graph for further passes over it.
-            timeout: seconds for which gates wait, 0 for no timeout.
-            collect: see `Part.run`.
-        """
+        """Runs this worker's part of a pass and adds the gradients of leaves to the context; see `Part.run`."""
         graph = part.graph
         replicated = self._replicas.modules_of(graph.leaves) if self._replicas.may_exist else ()
         partial_gradients = part.partial_gradients() if part.runs_one_by_one else None
@@ -301,14 +318,7 @@ class Engine:
     ) -> tuple[list[Any], list[LeafGradient]]:
         """Averages the gradients of a replicated module among its replicas, into the context.
 
-        Args:
-            context: the context of the pass.
-            module: the module.
-            nodes: accumulation nodes of leaves.
-            gradients: one for each.
-
-        Returns:
-            The nodes of the other leaves, and their gradients.
+        Returns the accumulation nodes of the other leaves, and their gradients.
         """
         parameters = list(module.parameters())
         replicated = set(parameters)

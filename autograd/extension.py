@@ -5,14 +5,13 @@ The output of the send's autograd node is its *gate*, at which a backward pass e
 *closure* of a send is the set of all sends that receive a gradient if the send does (closure.py).
 """
 
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 
-from ..errors import AutogradError, WorkerSuspectError
+from ..errors import WorkerSuspectError
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
@@ -23,8 +22,7 @@ from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, inside
 from .contexts import Contexts
-from .ended import OpenContexts
-from .engine import Engine, check_roots
+from .engine import Engine
 from .gradient_sender import GRADIENTS
 
 __all__ = ["Autograd"]
@@ -45,22 +43,12 @@ class Autograd(Extension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.contexts = Contexts(agent, self._send_release, self._send_joined, self._ask_for_open)
+        self.contexts = Contexts(agent)
         self._anomaly = AnomalyScopes()
         self.engine = Engine(agent, self.contexts, self._anomaly)
-        agent.control.on("autograd.release", self._on_release)
-        agent.control.on("autograd.joined", self._on_joined)
-        agent.control.on("autograd.ask_open", self._on_ask_open)
-        agent.control.on("autograd.open", self._on_open)
-        agent.control.on("autograd.abort", self._on_abort)
-        agent.control.on("autograd.fail", self._on_fail)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """Returns the handlers of backward passes, of gradients, and of queries for sends and closures.
-
-        RREF_BACKWARD is sent by `gradwire.rref` (`RRef.backward`); the handler is here because it runs a backward
-        pass.
-        """
+        """Returns the handlers of backward passes, also of `RRef.backward`, of gradients, and of queries."""
         return {
             MessageType.BACKWARD: Handler(self.engine.serve_part, description="a backward pass on worker"),
             MessageType.GRADIENTS: Handler(
@@ -75,7 +63,7 @@ class Autograd(Extension):
                 self.engine.serve_sends, description="the preparation of a backward pass on worker"
             ),
             MessageType.RREF_BACKWARD: Handler(
-                self._backward_from_rref,
+                self.engine.serve_rref_backward,
                 user_values=True,
                 description="RRef.backward() from a value on worker",
             ),
@@ -222,83 +210,6 @@ class Autograd(Extension):
             mode.enter_context(self._anomaly.scope(anomaly))
             message.on_ran = mode.close
             yield
-
-    def _backward_from_rref(self, message: Incoming) -> None:
-        """Runs a backward pass from the value of an RRef that this worker owns: the handler of RREF_BACKWARD.
-
-        Raises:
-            AutogradError: the value is not a tensor, or cannot be the root of a backward pass.
-        """
-        rref, context_id, retain_graph = message.value
-        root = rref._value_here()
-        if not isinstance(root, torch.Tensor):
-            raise AutogradError(
-                f"RRef should contain a tensor for .backward(), but {rref} has a {type(root).__name__}"
-            )
-        context = self.contexts.get(context_id)
-        check_roots([root])
-        self.engine.begin_for(message.source)
-        try:
-            with self.agent.blocking():
-                self.engine.backward(context, [root], retain_graph=retain_graph)
-        finally:
-            self.engine.end_for(message.source)
-
-    def _send_release(self, worker: int, context_id: int, told: Set[int], lost: str) -> None:
-        """Tells a worker that a context has ended; the arguments are explained at `Contexts`."""
-        self.agent.control.send(
-            self.agent.incarnation(worker),
-            "autograd.release",
-            (context_id, told, lost),
-            expected=(AutogradError,),  # none of this worker's messages may have arrived
-            urgent=False,
-        )
-
-    def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
-        """Handles the control message that a context has ended."""
-        context_id, told, lost = payload
-        if type(context_id) is not int or not isinstance(told, frozenset | set) or type(lost) is not str:
-            raise ValueError("malformed message: it ends no context")
-        self.contexts.release(context_id, sender=sender.wire_id, told=told, lost=lost)
-
-    def _send_joined(self, creator: int, context_id: int) -> None:
-        """Tells the creator of a context that this worker has a part in it."""
-        self.agent.control.send(self.agent.incarnation(creator), "autograd.joined", context_id, urgent=False)
-
-    def _on_joined(self, sender: WorkerInfo, payload: Any) -> None:
-        """Handles the control message that its sender has a part in a context of this worker."""
-        if type(payload) is not int:
-            raise ValueError("malformed message: it names no context")
-        self.contexts.on_joined(payload, sender.wire_id)
-
-    def _ask_for_open(self, creator: int) -> None:
-        """Asks a worker which of its contexts are open."""
-        self.agent.control.send(self.agent.incarnation(creator), "autograd.ask_open", None, urgent=False)
-
-    def _on_ask_open(self, sender: WorkerInfo, _payload: Any) -> None:
-        """Handles the control message that asks which contexts of this worker are open."""
-        opened = self.contexts.opened_here()
-        self.agent.control.send(sender, "autograd.open", (opened.below, opened.ids), urgent=False)
-
-    def _on_open(self, sender: WorkerInfo, payload: Any) -> None:
-        """Handles the control message that tells which contexts of its sender are open."""
-        self.contexts.learn_open(sender.wire_id, OpenContexts.from_payload(payload, sender.wire_id))
-
-    def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:
-        """Handles the control message that a pass has failed on another worker."""
-        context_id, pass_id, error = payload
-        caller, number = pass_id
-        if caller != sender.wire_id or type(number) is not int or not isinstance(error, Exception):
-            raise AutogradError(f"{sender.name!r} cannot abort a pass of worker {reprlib.repr(caller)}")
-        if (context := self.contexts.find(context_id)) is not None:
-            context.passes.abort(pass_id, error)
-
-    def _on_fail(self, sender: WorkerInfo, payload: Any) -> None:
-        """Handles the control message that a pass of this worker cannot succeed."""
-        _, (caller, number), error = payload
-        if caller != self.agent.info.wire_id or type(number) is not int or not isinstance(error, Exception):
-            raise AutogradError(f"{sender.name!r} cannot fail a pass of worker {reprlib.repr(caller)}")
-        self.engine.fail_pass((caller, number), sender.wire_id, error)
 
 
 def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:

@@ -26,10 +26,7 @@ class GradientSender(Protocol):
     def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:
         """Sends the gradients of a message to its sender, at once or with a message that follows soon.
 
-        Args:
-            send: the message.
-            gradients: those of its tensors.
-            is_last: whether no gate waits any more, and no other gradients follow.
+        The last are those after which no gate waits any more, and no other gradients follow.
         """
 
     def flush(self) -> None:
@@ -56,14 +53,7 @@ class AnsweringSender:
     def __init__(
         self, agent: RpcAgent, context_id: int, pass_id: PassId, note_receiver: Callable[[int], None]
     ) -> None:
-        """Makes the sender of one part.
-
-        Args:
-            agent: this worker's.
-            context_id: the id of the context.
-            pass_id: the pass.
-            note_receiver: called with the id of each worker before gradients are sent to it.
-        """
+        """Args: note_receiver: called with the id of each worker before gradients are sent to it."""
         self._agent = agent
         self._context_id = context_id
         self._pass_id = pass_id

@@ -15,9 +15,8 @@ import torch
 
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..torch_internals import storage_use_count
-from .partial import add
 
-__all__ = ["GradSwapLock", "GradientsByLeaf", "LeafGradients"]
+__all__ = ["GradSwapLock", "GradientsByLeaf", "LeafGradients", "total"]
 
 GradientsByLeaf = dict[torch.Tensor, torch.Tensor]
 
@@ -41,6 +40,19 @@ def _references_to_base(view: torch.Tensor) -> tuple[int, int] | None:
 
 UNSHARED_BASE = _references_to_base(torch.zeros(1).view(1))
 """The references to a tensor that nothing but a view of it refers to."""
+
+
+def _add(before: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    if before.is_sparse and not more.is_sparse:
+        return more + before  # torch adds sparse to dense, not the other way round
+    return before + more
+
+
+def total(before: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum of two gradients, either of which may be None, or sparse."""
+    if before is None or more is None:
+        return before if more is None else more
+    return _add(before, more)
 
 
 @final
@@ -101,15 +113,7 @@ class LeafGradients:
         """Adds the gradients that a pass has computed, and runs the hooks of the leaves.
 
         A gradient that nothing else refers to is stolen, in torch's term: kept without a copy. Any other is
-        copied.
-
-        Args:
-            nodes: the accumulation nodes of leaves.
-            gradients: one for each. The caller keeps no other reference to them.
-            before_hook: called before each hook, which may wait for other workers.
-
-        Raises:
-            Exception: what a hook raised.
+        copied. The caller keeps no other reference to them. Hooks may wait for other workers.
         """
         for index, node in enumerate(nodes):
             gradient = gradients[index]
@@ -138,12 +142,7 @@ class LeafGradients:
     def change(
         self, leaves: Sequence[torch.Tensor], compute: Callable[[GradientsByLeaf], GradientsByLeaf]
     ) -> None:
-        """Replaces gradients by those that a function computes.
-
-        Args:
-            leaves: the leaves whose `.grad` the function replaces meanwhile.
-            compute: takes all gradients so far, and returns those to replace.
-        """
+        """Replaces gradients by what a function, which changes the `.grad` of leaves, computes from all so far."""
         with self._swap_lock.swapped(leaves):
             changed = compute(self.get())
             with self._lock:
@@ -184,7 +183,7 @@ class LeafGradients:
         with self._lock:
             before = self._gradients.get(leaf)
             if before is not None:
-                self._gradients[leaf] = add(before, gradient)
+                self._gradients[leaf] = _add(before, gradient)
             else:
                 self._gradients[leaf] = gradient if can_steal else _copy(gradient, leaf)
 

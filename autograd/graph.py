@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .closure import NOTHING, Closure, union
+from .closure import MAX_HEADER_SENDS, NOTHING, Closure, union
 from .functions import RECV_NODE
 
 __all__ = ["AccumulateGrad", "Graph", "follower_of", "small_closure", "start_node"]
@@ -78,16 +78,10 @@ def follower_of(leaf: torch.Tensor) -> Any:
     return leaf.view_as(leaf) if leaf.layout is torch.strided else torch.clone(leaf)
 
 
-def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | None], limit: int) -> Closure | None:
-    """Returns the closure of the nodes of tensors if it is small enough for a header.
+def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | None]) -> Closure | None:
+    """Returns the closure of the nodes of tensors; None if it is too large for a header.
 
-    Args:
-        tensors: the tensors.
-        known: closures of nodes that were computed before, so that no node is visited twice; results are added.
-        limit: the number of sends that the closure may name.
-
-    Returns:
-        The closure; None if it names more sends than `limit`.
+    Adds the closures of nodes to those that are known, so that no node is visited twice.
     """
     # Without leaves, whose nodes lead to no sends. Python must not be all that keeps one: `follower_of`.
     starts = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
@@ -96,7 +90,7 @@ def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | No
         node = stack[-1]
         if node not in known:
             if type(node) is RECV_NODE:
-                known[node] = _if_small(node.closure, limit)
+                known[node] = _if_small(node.closure)
             else:
                 following = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
                 is_known = True
@@ -106,12 +100,12 @@ def small_closure(tensors: Iterable[torch.Tensor], known: dict[Any, Closure | No
                         is_known = False
                 if not is_known:
                     continue
-                known[node] = known[following[0]] if len(following) == 1 else _small_union(following, known, limit)
+                known[node] = known[following[0]] if len(following) == 1 else _small_union(following, known)
         stack.pop()
-    return _small_union(starts, known, limit)
+    return _small_union(starts, known)
 
 
-def _small_union(nodes: Sequence[Any], known: Mapping[Any, Closure | None], limit: int) -> Closure | None:
+def _small_union(nodes: Sequence[Any], known: Mapping[Any, Closure | None]) -> Closure | None:
     if len(nodes) == 1:
         return known[nodes[0]]
     closure = NOTHING
@@ -128,8 +122,8 @@ def _small_union(nodes: Sequence[Any], known: Mapping[Any, Closure | None], limi
             others.append(of_node)
     if others:
         closure = union([closure, *others])
-    return _if_small(closure, limit) if others else closure
+    return _if_small(closure) if others else closure
 
 
-def _if_small(closure: Closure, limit: int) -> Closure | None:
-    return closure if len(closure.sends) + len(closure.omitted) <= limit else None
+def _if_small(closure: Closure) -> Closure | None:
+    return closure if len(closure.sends) + len(closure.omitted) <= MAX_HEADER_SENDS else None

@@ -29,11 +29,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..torch_internals import profiler_enabled, run_backward
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, PartialGradients
 from .compression import TensorGradients
 from .context import Context
+from .gradients import total
 from .graph import AccumulateGrad, Graph, start_node
-from .partial import PartialGradients, total
 
 __all__ = ["LeafGradient", "Part"]
 
@@ -60,7 +60,7 @@ class Part:
         """Finds out what takes part.
 
         Args:
-            context: the context of the pass.
+            context: that of the pass.
             roots: the losses that are on this worker.
             graph: what gets a gradient if `roots` do; is extended by what the sends add.
             message_ids: those of the sends that take part.
@@ -114,13 +114,8 @@ class Part:
     ) -> tuple[Sequence[Any], list[LeafGradient]]:
         """Computes the gradients of the leaves, and sends those of received messages.
 
-        Args:
-            running: the pass.
-            retain_graph: keep the graph for further passes over it.
-            collect: is called when the engine has run, and waits for gradients that come with answers.
-
-        Returns:
-            Accumulation nodes of leaves, and a gradient for each.
+        Calls `collect` when the engine has run, which waits for gradients that come with answers. Returns
+        accumulation nodes of leaves, and a gradient for each.
         """
         if self._graphs is not None:
             gradients = self._run_one_by_one(self._graphs, retain_graph=retain_graph)
@@ -177,13 +172,9 @@ class Part:
         *,
         retain_graph: bool,
     ) -> list[LeafGradient]:
-        """Runs the graph from `outputs`; returns a gradient for each accumulation node in `leaves`.
+        """Runs the graph from losses, gates and edges; returns a gradient for each accumulation node of leaves.
 
-        Args:
-            outputs: losses and gates, which are scalars, and edges.
-            gradients: one for each edge; None for the scalars, whose gradient is 1. Gates ignore theirs.
-            leaves: accumulation nodes.
-            retain_graph: keep the graph.
+        There is a gradient for each edge, and None for the scalars, whose gradient is 1. Gates ignore theirs.
         """
         # All RecvRpc nodes lead to the dummy, without which the engine would not run them.
         inputs: list[Any] = []

@@ -70,13 +70,7 @@ def _replicated_parameters(wrapped: nn.Module) -> list[nn.Parameter]:
 
 
 def _record_module(module: DistributedDataParallel, wrapped: nn.Module, constructed_ns: int | None) -> None:
-    """Records a DDP module in the metadata of the AccumulateGrad nodes of its parameters.
-
-    Args:
-        module: the DDP module.
-        wrapped: the module that it wraps.
-        constructed_ns: see `_Record`.
-    """
+    """Records a DDP module in the metadata of the AccumulateGrad nodes of the parameters that it wraps."""
     Replicas.may_exist = True
     record = _Record(constructed_ns, weakref.ref(module))
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]

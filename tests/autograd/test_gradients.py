@@ -449,13 +449,13 @@ def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
     def references():
         at_the_gate = []
 
-        def send(of, message_id, tensors):
+        def apply(function, context, message_id, *tensors):
             at_the_gate.extend(each._use_count() for each in tensors)
-            return functions.send(of, message_id, tensors)
+            return functions.apply_with_grad(function, context, message_id, *tensors)
 
         leaves = [torch.ones(3, 3, requires_grad=True), torch.eye(3).to_sparse().requires_grad_()]
         before = [each._use_count() for each in leaves]  # type: ignore[attr-defined]
-        with patch("gradwire.autograd.context.send", send), autograd.context():
+        with patch("gradwire.autograd.context.apply_with_grad", apply), autograd.context():
             rpc.rpc_sync("worker1", identity, (leaves,))
         return before, at_the_gate
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.closure import MAX_HEADER_SENDS
-from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
+from gradwire.autograd.graph import Graph
 from gradwire.errors import RpcTimeoutError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Outgoing
@@ -125,7 +125,7 @@ def largest_header() -> int:
 
 
 def send_at_most(limit: int) -> None:
-    sys.modules[Context.__module__].MAX_HEADER_SENDS = limit
+    sys.modules[Graph.__module__].MAX_HEADER_SENDS = limit
 
 
 @pytest.mark.parametrize(("limit", "hops"), [(MAX_HEADER_SENDS, 200), (7, 30)])
