@@ -10,7 +10,7 @@ from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
 from ..rpc.execution.futures import Future
 from ..rpc.wire.script import not_scriptable
 from .ids import name_needed
-from .methods import create_value, send_with_values
+from .methods import create_value, run_with_values
 from .rref import RRef
 
 __all__ = ["call_needing", "call_with_values", "remote", "remote_needing"]
@@ -101,26 +101,18 @@ def remote(
 
 
 def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Calls `function(values, *args)` on the worker that owns the values of all references. Makes no forks.
-
-    Args:
-        rrefs: references to values of one worker.
-        function: takes a list of the values, then `args`.
-        args: anything that pickles.
-
-    Returns:
-        A future of the function's result.
-    """
-    return send_with_values([rref._handle for rref in rrefs], function, args)
+    """Calls `function(values, *args)` on the worker that owns the values of all references. Makes no forks."""
+    handles = [rref._handle for rref in rrefs]
+    identifiers, kept = [handle.id for handle in handles], [handle.keep_alive for handle in handles]
+    call, owner = (list(map(tuple, identifiers)), function, args), rrefs[0].owner()
+    header = partial(name_needed, identifiers)
+    return send_call(owner, run_with_values, call, keep=kept, owner=owner, header=header)
 
 
 def call_needing(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
     """Calls a function on the owner of references. The call waits there for their values, without a thread.
 
-    Args:
-        rrefs: references to values of one worker.
-        function: the function. It has the values by `RRef._value_here`.
-        args: its arguments, these references among them.
+    The references are among the arguments of the function, which has the values by `RRef._value_here`.
     """
     header = partial(name_needed, [rref._handle.id for rref in rrefs])
     return send_call(rrefs[0].owner(), function, args, header=header)

@@ -17,7 +17,7 @@ It is that of PyTorch's design note "Remote Reference Protocol", with acknowledg
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -36,14 +36,21 @@ from ..proto.v1 import agent_pb2
 from ..rpc.calls.sending import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
-from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
+from ..rpc.contracts.messages import (
+    RREF_CREATE,
+    RREF_FETCH,
+    Handler,
+    Incoming,
+    MessageType,
+    Outgoing,
+    Request,
+)
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, KeepAlive, OwnerHandle, ReferenceExtension, UserHandle
 from .ids import GlobalId, id_source, name_needed
-from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import AwaitedValue, OwnedValue, OwnerTable
 from .passed_on import PASSED_ON_KINDS, PassedOn, is_unsure
 from .rref import RRef
@@ -73,14 +80,14 @@ class References(ReferenceExtension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.table = OwnerTable(agent.info.wire_id, agent.is_member, agent.submit)
+        self.table = OwnerTable(agent)
         self.values = ValueServer(agent, self.table)
         self._new_id = id_source(agent.info.wire_id)
         self.forks: set[Fork] = set()
         """The forks that this worker holds."""
-        self._passed_on = PassedOn(agent, self.table, self._arrived)
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
+        self._passed_on = PassedOn(agent, self.table, self.forks, self._accepting)
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
         self._made_before_break: dict[int, int] = {}
@@ -202,11 +209,7 @@ class References(ReferenceExtension):
     # References in messages.
 
     def on_send(self, message: Outgoing) -> None:
-        """Makes a fork of every reference in a message.
-
-        Raises:
-            RRefError: a reference cannot be used any more.
-        """
+        """Makes a fork of every reference in a message. Raises RRefError if one cannot be used any more."""
         destination, add_reference = message.destination.wire_id, message.envelope.references.add
         for rref in message.references:
             handle, fork = rref._handle, self._new_id()
@@ -312,10 +315,6 @@ class References(ReferenceExtension):
             self._tell_accepted(sender, fork_id)
         return OwnerHandle(self.agent, entry)
 
-    def _arrived(self, sender: int) -> Set[GlobalId]:
-        """Returns the forks that are here, of those that a worker has made for this one."""
-        return self._accepting[sender] | {fork.id for fork in self.forks.copy()}
-
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
         accepting.add(fork)
@@ -397,11 +396,7 @@ class References(ReferenceExtension):
     def release_all(self, timeout: float) -> None:
         """Deletes all forks that this worker holds, and waits until their owners have removed them.
 
-        Args:
-            timeout: seconds.
-
-        Raises:
-            RpcTimeoutError: an owner has not acknowledged in time.
+        Raises RpcTimeoutError if an owner has not acknowledged that within `timeout` seconds.
         """
         for fork in list(self.forks):
             fork.keep_alive = None

@@ -29,12 +29,7 @@ class KeepAlive:
     __slots__ = ("_fork", "_on_released")
 
     def __init__(self, on_released: "Callable[[Fork], None]", fork: "Fork") -> None:
-        """Keeps the fork until its own end.
-
-        Args:
-            on_released: called with the fork, by a finalizer, when nothing refers to this. Takes no lock.
-            fork: the fork.
-        """
+        """Args: on_released: called with the fork, by a finalizer, when nothing refers to this. Takes no lock."""
         self._on_released = on_released
         self._fork = fork
 
@@ -105,16 +100,10 @@ class OwnerHandle:
     __slots__ = ("agent", "creation", "entry", "id", "owner")
 
     def __init__(self, agent: RpcAgent, entry: OwnedValue, creation: Future[Any] | None = None) -> None:
-        """Makes a handle.
-
-        Args:
-            agent: this worker's.
-            entry: the value.
-            creation: done when the call that makes the value has ended, if this handle is from `remote`.
-        """
         self.agent = agent
         self.entry = entry
         self.creation = creation
+        """Done when the call that makes the value has ended, if this handle is from `remote`."""
         self.id = entry.id
         """The id of the value."""
         self.owner = agent.info
@@ -165,12 +154,7 @@ class UserHandle:
         return fork.is_confirmed
 
     def check_usable(self, rref: object, use: str) -> None:
-        """Raises the error that keeps the reference from being used.
-
-        Args:
-            rref: the reference, for the error's message.
-            use: what it is used for, for the error's message.
-        """
+        """Raises the error that keeps the reference from being used, and says for what."""
         if self.fork.keep_alive is None:
             raise RRefError(f"{rref} has been deleted. Cannot call {use} on it after deletion.")
         # The control thread may not know yet of a creation that has just failed.
@@ -195,11 +179,8 @@ class ReferenceExtension(Extension):
     ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once.
 
-        Args:
-            owner: the worker.
-            call: the call.
-            timeout: seconds within which the call must end, 0 for no timeout, None for that of the options.
-            needed: values of that worker for which the call waits there.
+        The timeout is in seconds, 0 for none, None for that of the options. The call waits there for the values
+        that it needs.
         """
 
     @abstractmethod

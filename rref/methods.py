@@ -24,7 +24,7 @@ __all__ = [
     "request_confirmation",
     "request_method",
     "request_type",
-    "send_with_values",
+    "run_with_values",
 ]
 
 USER_CODE_CALLERS = ("_require_attribute", "_run_method")
@@ -43,13 +43,7 @@ def create_value(
 ) -> Handle:
     """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`.
 
-    Args:
-        to: the worker.
-        func: the function.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        timeout: seconds, as of `remote`.
-        needed: values of that worker for which the call waits there, without a thread.
+    The call waits there, without a thread, for the values that it needs.
     """
     agent = current_agent()
     owner = agent.worker(to)
@@ -86,16 +80,6 @@ def request_confirmation(handle: Handle) -> None:
 def check_attribute(handle: Handle, name: str, timeout: float) -> None:
     """Asks the owner of a value whether it has an attribute. Raises AttributeError if it has not."""
     _request(handle, _require_attribute, (name,), timeout).wait()
-
-
-def send_with_values(handles: Sequence[Handle], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
-    """Calls `function(values, *args)` on the worker that owns all values; returns a future of the result."""
-    identifiers = [handle.id for handle in handles]
-    call = (list(map(tuple, identifiers)), function, args)
-    kept = [handle.keep_alive for handle in handles]
-    owner = handles[0].owner
-    header = partial(name_needed, identifiers)
-    return send_call(owner, _call_with_values, call, keep=kept, owner=owner, header=header)
 
 
 def _request(
@@ -158,9 +142,10 @@ def _call_method_by_id(
 
 
 @expose
-def _call_with_values(
+def run_with_values(
     identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
+    """Calls `function(values, *args)` with values of this worker, given by their ids."""
     check_received(identifiers)
     check_received(args)
     return function([_value(identifier) for identifier in identifiers], *args)
@@ -205,11 +190,7 @@ _METHOD_CALLS = (_call_method_by_id, _call_method_by_id_guarded, call_method, _c
 
 
 def method_of_call(call: Any) -> str | None:
-    """Returns which method of a reference's value a call runs; None if it is another call, or malformed.
-
-    Args:
-        call: a tuple that begins with the function and its arguments, maybe of another worker.
-    """
+    """Returns which method of a reference's value a call runs; None if it is another call, or malformed."""
     function = call[0].func if type(call[0]) is partial else call[0]  # a policy binds its guard
     if not any(function is each for each in _METHOD_CALLS):
         return None

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 
 from ..errors import LimitReachedError, RRefError
+from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
@@ -156,14 +157,10 @@ class OwnedValue:
                 future.set_exception(error)
 
     def wait(self, seconds: float, blocking: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
-        """Waits for the value and returns it.
-
-        Args:
-            seconds: the timeout, 0 for none.
-            blocking: makes the context to wait in, if the value is not there: see `RpcAgent.blocking`.
+        """Waits for the value and returns it; if it is not there, in the context that `blocking` makes.
 
         Raises:
-            ValueTimeoutError: the value was not there in time.
+            ValueTimeoutError: the value was not there within these seconds; 0 is no timeout.
             Exception: the error of the entry.
         """
         if self.outcome is None:
@@ -205,22 +202,9 @@ class AwaitedValue:
 class OwnerTable:
     """The entries of one worker. Safe to use from any thread."""
 
-    def __init__(
-        self,
-        worker: int,
-        is_member: Callable[[int], bool],
-        submit: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Makes an empty table.
-
-        Args:
-            worker: the id of this worker.
-            is_member: returns whether a worker with this id is, or has been, in the group.
-            submit: has a task run which may run finalizers of values, and so may take long.
-        """
-        self._worker = worker
-        self._is_member = is_member
-        self._submit = submit
+    def __init__(self, agent: RpcAgent) -> None:
+        self._worker = agent.info.wire_id
+        self._agent = agent
         self._lock = threading.Lock()
         self._forked: dict[GlobalId, OwnedValue] = {}
         """Entries with forks."""
@@ -303,12 +287,7 @@ class OwnerTable:
             return entry
 
     def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
-        """Counts a fork, and returns the entry.
-
-        Args:
-            identifier: the entry.
-            fork: the fork.
-            holder: the id of the worker that holds the fork.
+        """Counts a fork of a holder, and returns the entry.
 
         Raises:
             RRefError: the holder is lost, another worker holds the fork, or as in `get`.
@@ -338,7 +317,7 @@ class OwnerTable:
             # Not here: a control message that waited for other workers would hold up calls, and other messages.
             last = [entry]
             del entry
-            self._submit(last.clear)
+            self._agent.submit(last.clear)
 
     def forks_made_here(self, holder: int) -> list[tuple[GlobalId, GlobalId]]:
         """Returns the ids of the values and forks that this worker has passed on and that a worker still has."""
@@ -362,12 +341,7 @@ class OwnerTable:
         return True
 
     def remove_worker(self, worker: int, reason: str) -> None:
-        """Removes the forks of a lost worker, and fails the entries that it has yet to create.
-
-        Args:
-            worker: its id.
-            reason: why it is lost.
-        """
+        """Removes the forks of a lost worker, and fails the entries that it has yet to create."""
         with self._lock:
             self._lost[worker] = reason
             entries = self._entries()
@@ -428,7 +402,7 @@ class OwnerTable:
 
     def _check_creator(self, worker: int) -> None:
         """Raises RRefError if a value of this creator cannot be awaited."""
-        if not self._is_member(worker):
+        if not self._agent.is_member(worker):
             raise RRefError(f"there is no worker {worker} to create a reference")
         if (
             len(self._awaited) >= MAX_AWAITED

@@ -8,7 +8,7 @@ worker has made.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ..errors import Outcome, RRefError, WorkerSuspectError
@@ -30,9 +30,6 @@ MAX_CHECKED = 1024
 MAX_LATE = 1 << 16
 """Forks that are remembered as not arrived; beyond it the first ones are discarded."""
 
-Passed = tuple[GlobalId, GlobalId]
-"""The id of a value, and that of the fork made for another worker."""
-
 
 @final
 class PassedOn:
@@ -41,17 +38,14 @@ class PassedOn:
     Safe to use from any thread.
     """
 
-    def __init__(self, agent: RpcAgent, table: OwnerTable, arrived: Callable[[int], Set[GlobalId]]) -> None:
-        """Registers the handlers of control messages.
-
-        Args:
-            agent: this worker's.
-            table: counts the forks of the values of this worker.
-            arrived: returns the forks that are here, of those that a worker (by wire id) has made for this one.
-        """
+    def __init__(
+        self, agent: RpcAgent, table: OwnerTable, forks: set[Fork], accepting: Mapping[int, set[GlobalId]]
+    ) -> None:
+        """Registers the handlers of control messages. The sets of forks, arrived and held, are the extension's."""
         self._agent = agent
         self._table = table
-        self._arrived = arrived
+        self._forks = forks
+        self._accepting = accepting
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
         """For each fork of another worker's value: this worker's own handle, kept until the owner has confirmed
         the fork, and the wire id of the worker for which it was made."""
@@ -74,11 +68,7 @@ class PassedOn:
         self._children[fork] = (handle, destination)
 
     def remove(self, value: GlobalId, fork: GlobalId, destination: int) -> None:
-        """Removes a fork that a worker has not got.
-
-        Raises:
-            RRefError: it was made for another worker.
-        """
+        """Removes a fork that a worker has not got. Raises RRefError if it was made for another worker."""
         self._postponed.discard(fork)
         child = self._children.get(fork)
         if child is None:
@@ -127,7 +117,7 @@ class PassedOn:
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Asks a worker which of these it has got."""
-        unsure = [(tuple(value), tuple(fork)) for fork, value in self._unsure.pop(worker.wire_id, {}).items()]
+        unsure = [(*value, *fork) for fork, value in self._unsure.pop(worker.wire_id, {}).items()]
         for start in range(0, len(unsure), MAX_CHECKED):
             self._agent.control.send(worker, "rref.check", unsure[start : start + MAX_CHECKED])
 
@@ -162,13 +152,13 @@ class PassedOn:
             raise RRefError(f"{sender.name!r} asks for references that it has not made")
         # In this order, as some may arrive meanwhile.
         self._late.update((fork, None) for _, fork in checked)
-        arrived = self._arrived(sender.wire_id)
+        arrived = self._accepting[sender.wire_id] | {fork.id for fork in self._forks.copy()}
         missing = []
         for value, fork in checked:
             if fork in arrived:
                 self._late.pop(fork, None)
             else:
-                missing.append((tuple(value), tuple(fork)))
+                missing.append((*value, *fork))
         while len(self._late) > MAX_LATE:
             self._late.popitem(last=False)
         if missing:
@@ -184,13 +174,8 @@ def is_unsure(error: Exception | None) -> bool:
     return isinstance(error, WorkerSuspectError) and error.outcome is not Outcome.NOT_SENT
 
 
-def _checked(payload: Any) -> Sequence[Passed]:
-    """Returns the forks that a message names. Raises ValueError if it is malformed."""
+def _checked(payload: Any) -> Sequence[tuple[GlobalId, GlobalId]]:
+    """Returns the values that a message names, each with its fork. Raises ValueError if it is malformed."""
     if not isinstance(payload, list) or len(payload) > MAX_CHECKED:
         raise ValueError("malformed message: it names no references")
-    named = []
-    for each in payload:
-        if not isinstance(each, tuple) or len(each) != 2:
-            raise ValueError("malformed message: it names no reference")
-        named.append((GlobalId.from_payload(each[0]), GlobalId.from_payload(each[1])))
-    return named
+    return [GlobalId.pair_from_payload(each) for each in payload]

@@ -1,7 +1,7 @@
 """RRef, the reference that programs use."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
@@ -11,14 +11,13 @@ from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefEr
 from ..rpc.calls.wait_all import note_future
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
-from ..rpc.contracts.messages import MessageType, Request
+from ..rpc.contracts.messages import RREF_FETCH, MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
 from ..rpc.profiling.extension import RPCExecMode
 from .handles import OwnerHandle, UserHandle, references_of
 from .ids import name_needed
-from .message_types import RREF_FETCH
 from .methods import (
     call_method,
     check_attribute,
@@ -28,11 +27,32 @@ from .methods import (
     request_type,
 )
 from .owner_table import ValueTimeoutError
-from .proxy import RRefProxy
 
-__all__ = ["RRef"]
+__all__ = ["RRef", "RRefProxy"]
 
 T_co = TypeVar("T_co", covariant=True)
+
+K = TypeVar("K")
+"""The type of a call through a proxy: that of the method's result, a future of it, or a reference to it."""
+
+
+@final
+class RRefProxy(Generic[K]):
+    """Offers the methods of the referenced value; other attributes are methods that return them."""
+
+    __slots__ = ("__call",)
+
+    def __init__(self, call: Callable[[str, Sequence[Any], Mapping[str, Any]], K]) -> None:
+        """Args: call: calls a method, by name, with positional and named arguments."""
+        self.__call = call
+
+    def __getattr__(self, name: str) -> Callable[..., K]:
+        call = self.__call
+
+        def call_method(*args: Any, **kwargs: Any) -> K:
+            return call(name, args, kwargs)
+
+        return call_method
 
 
 @final
@@ -62,12 +82,7 @@ class RRef(Generic[T_co]):
 
     @classmethod
     def _of(cls, handle: OwnerHandle | UserHandle, function: object = None) -> "RRef[Any]":
-        """Returns a reference with this handle.
-
-        Args:
-            handle: the handle.
-            function: what makes the value, if known.
-        """
+        """Returns a reference with this handle to the value that a function makes, if that is known."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._handle = handle
         rref._made_by = function if isinstance(function, type) else None
@@ -132,9 +147,7 @@ class RRef(Generic[T_co]):
             try:
                 fetched = await handle.agent.request_async(handle.owner, self._fetch_request(handle, seconds))
             except NotInitializedError as error:
-                if handle.agent.is_inherited:
-                    raise
-                raise self._is_gone(error) from None
+                raise self._gone(error) from None
             value = await fetched
         return value
 
@@ -218,8 +231,11 @@ class RRef(Generic[T_co]):
             timeout: seconds within which the owner must answer, 0 for no timeout. By default that of the options.
             blocking: return the type itself, else a future of it.
         """
-        if self._type is None:
-            self._type = self._request_type(timeout)
+        if self._type is None and self.is_owner():
+            self._type = torch.futures.Future()
+            self._type.set_result(type(self.local_value()))
+        elif self._type is None:
+            self._type = request_type(self._handle, timeout)
         asked = self._type
         if not blocking:
             return asked
@@ -260,20 +276,11 @@ class RRef(Generic[T_co]):
         call = (self, name, args, kwargs)
         return RRef._of(create_value(handle.owner, call_method, call, None, timeout, (handle.id,)))
 
-    def _request_type(self, timeout: float) -> torch.futures.Future[type]:
-        if not self.is_owner():
-            return request_type(self._handle, timeout)
-        known: torch.futures.Future[type] = torch.futures.Future()
-        known.set_result(type(self.local_value()))
-        return known
-
     def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
         try:
             return handle.agent.request(handle.owner, self._fetch_request(handle, seconds))
         except NotInitializedError as error:
-            if handle.agent.is_inherited:
-                raise
-            raise self._is_gone(error) from None
+            raise self._gone(error) from None
 
     def _fetch_request(self, handle: UserHandle, seconds: float | None) -> Request:
         handle.check_usable(self, "to_here()")
@@ -281,7 +288,10 @@ class RRef(Generic[T_co]):
         header = partial(name_needed, (fork.reference,))
         return Request(RREF_FETCH, None, seconds, header=header, keep=fork.keep_alive)
 
-    def _is_gone(self, error: NotInitializedError) -> NotInitializedError:
+    def _gone(self, error: NotInitializedError) -> NotInitializedError:
+        """Returns the error of a fetch after shutdown; in a forked child, the one that its agent raises."""
+        if self._handle.agent.is_inherited:
+            return error
         return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")
 
     def _value_here(self) -> Any:

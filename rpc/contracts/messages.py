@@ -19,6 +19,8 @@ __all__ = [
     "CONTROL",
     "ERROR",
     "RESULT",
+    "RREF_CREATE",
+    "RREF_FETCH",
     "Buffer",
     "Confirmation",
     "Deferred",
@@ -37,6 +39,8 @@ CANCEL: MessageType.ValueType = MessageType.CANCEL
 CONTROL: MessageType.ValueType = MessageType.CONTROL
 ERROR: MessageType.ValueType = MessageType.ERROR
 RESULT: MessageType.ValueType = MessageType.RESULT
+RREF_CREATE: MessageType.ValueType = MessageType.RREF_CREATE
+RREF_FETCH: MessageType.ValueType = MessageType.RREF_FETCH
 """The types of the hot path: a name of the module is found faster than one of the protobuf enum."""
 
 Buffer = bytes | memoryview

@@ -203,7 +203,7 @@ RELEASED_BY: list[str] = []
 
 def note_releases() -> None:
     control = current_agent().control
-    end = current_agent().extension(Autograd)._on_release
+    end = current_agent().extension(Autograd).contexts._on_release
 
     def note_and_end(sender: rpc.WorkerInfo, payload: object) -> None:
         end(sender, payload)

@@ -214,10 +214,10 @@ def test_others_cannot_be_asked_about(agents):
         rpc.rpc_sync(user.info, keep, (rref,))
     (value,) = [entry.id for entry in owner.extension(References).table._forked.values()]
     (fork,) = owner.extension(References).table.forks_made_here(user.info.wire_id)
-    pair = (tuple(value), tuple(fork[1]))
+    pair = (*value, *fork[1])
     assert isinstance(tell(third, owner, "rref.missing", [pair]), RRefError)
     assert isinstance(tell(third, user, "rref.check", [pair]), RRefError)
-    for payload in (None, 3, (), [1], [((1, 2),)], [pair] * 2000):
+    for payload in (None, 3, (), [1], [(1, 2)], [pair] * 2000):
         for kind in ("rref.missing", "rref.check"):
             assert isinstance(tell(third, owner, kind, payload), Exception), (kind, payload)
     with holder.using(user):
