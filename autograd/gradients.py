@@ -7,7 +7,7 @@ nodes do besides is therefore done here, after the engine: running their own hoo
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -96,13 +96,6 @@ class LeafGradients:
         self._lock = threading.Lock()
         self._swap_lock = swap_lock
         self._gradients: GradientsByLeaf = {}
-        self._hooks: dict[Any, NodeHooks] = {}
-        """The hooks of the accumulation nodes that were given to `prepare`."""
-
-    def prepare(self, nodes: Iterable[Any]) -> None:
-        """Looks up the hooks of accumulation nodes for `accumulate`, while gradients are being computed."""
-        for node in nodes:
-            self._hooks[node] = _hooks_of(node)
 
     def accumulate(
         self,
@@ -124,10 +117,7 @@ class LeafGradients:
                 and sys.getrefcount(gradient) == UNSHARED
                 and _can_steal(gradient, node.variable)
             )
-            hooks = self._hooks.pop(node, None)
-            if hooks is None:  # or cleared, as the context has ended just now
-                hooks = _hooks_of(node)
-            leaf = node.variable
+            hooks, leaf = _hooks_of(node), node.variable
             if hooks[0] or hooks[1] or leaf._post_accumulate_grad_hooks:
                 with torch.no_grad():  # as in torch's engine
                     self._accumulate_with_hooks(leaf, gradient, hooks, before_hook, can_steal=can_steal)
@@ -152,7 +142,6 @@ class LeafGradients:
         """Drops all gradients."""
         with self._lock:
             self._gradients.clear()
-            self._hooks.clear()
 
     def _accumulate_with_hooks(
         self,

@@ -125,8 +125,6 @@ class Part:
             gradients = []
         nodes: Sequence[Any] = self.graph.leaves
         if self._leaf_sends:
-            for leaf_nodes in self._leaf_sends.values():
-                self._context.gradients.prepare(leaf_nodes)
             collect()
             nodes, gradients = self._with_leaf_sends(running, nodes, gradients)
         return nodes, gradients
