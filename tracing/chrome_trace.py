@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .clocks import Clock
-from .recording import Call, Recording
+from .recording import Call, Recording, Run
 
 __all__ = ["WorkerTrace", "merge"]
 
@@ -111,16 +111,7 @@ def _of_calls(number: int, worker: WorkerTrace, base_ns: int) -> Iterator[Event]
             yield _metadata_event("thread_name", process, thread, {"name": f"calls {rows}"})
             yield _metadata_event("thread_sort_index", process, thread, {"sort_index": thread})
         begun = (worker.clock.to_local(call.begun_ns) - base_ns) / 1e3
-        yield {
-            "ph": "X",
-            "cat": "rpc_call",
-            "name": call.method,
-            "pid": process,
-            "tid": thread,
-            "ts": begun,
-            "dur": (call.ended_ns - call.begun_ns) / 1e3,
-            "args": {"id": call.id, "callee": call.callee},
-        }
+        yield _slice(call, "rpc_call", process, thread, begun, {"id": call.id, "callee": call.callee})
         yield _flow_event("s", worker.wire_id, call.id, process, thread, begun)
 
 
@@ -146,16 +137,7 @@ def _of_runs(number: int, worker: WorkerTrace, base_ns: int, calls: set[tuple[in
     process = number * PROCESSES_PER_WORKER
     for run in worker.recording.runs:
         begun = (worker.clock.to_local(run.begun_ns) - base_ns) / 1e3
-        yield {
-            "ph": "X",
-            "cat": "rpc_run",
-            "name": run.method,
-            "pid": process,
-            "tid": run.thread,
-            "ts": begun,
-            "dur": (run.ended_ns - run.begun_ns) / 1e3,
-            "args": {"id": run.id, "caller": run.caller},
-        }
+        yield _slice(run, "rpc_run", process, run.thread, begun, {"id": run.id, "caller": run.caller})
         if (run.caller, run.id) in calls:
             yield _flow_event("f", run.caller, run.id, process, run.thread, begun)
 
@@ -173,6 +155,22 @@ def _of_left_out(number: int, worker: WorkerTrace, base_ns: int) -> Iterator[Eve
             "ts": max(worker.clock.to_local(worker.recording.complete_until_ns) - base_ns, 0) / 1e3,
             "args": {"left_out": left_out},
         }
+
+
+def _slice(
+    recorded: Call | Run, category: str, process: int, thread: int, begun_us: float, arguments: Event
+) -> Event:
+    """Returns the event of a call or a run."""
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": recorded.method,
+        "pid": process,
+        "tid": thread,
+        "ts": begun_us,
+        "dur": (recorded.ended_ns - recorded.begun_ns) / 1e3,
+        "args": arguments,
+    }
 
 
 def _flow_event(phase: str, caller: int, call: int, process: int, thread: int, time_us: float) -> Event:

@@ -44,7 +44,6 @@ class GroupProfile(Extension):
         self._recorder: Recorder | None = None
         self._profile: _ProfileKey | None = None
         """The profile that is recorded: only its own end ends it."""
-        self._max_bytes = 0
         self._ended: deque[_ProfileKey] = deque(maxlen=MAX_ENDED)
         """Profiles that have ended and not begun here. Their beginning may still wait for a thread."""
         agent.control.on(END_PROFILE, self._on_end)
@@ -75,13 +74,12 @@ class GroupProfile(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Ends a recording for which a lost worker has asked."""
-        if self._profile is not None:
-            self.agent.submit(self._drop_of, worker)
+        if (profile := self._profile) is not None and profile[0] == worker:
+            self.agent.submit(self._end, profile)
 
     def close(self) -> None:
         """Ends the recording."""
-        with self._lock:
-            self._drop()
+        self._end()
 
     def _run(self, run: Callable[[Incoming], Any], message: Incoming) -> Any:
         recorder = self._recorder
@@ -101,49 +99,38 @@ class GroupProfile(Extension):
                     f"worker {self.agent.info.name!r} is being profiled already, by {self._profile[0].name!r}: "
                     "one gradwire.profile of a worker can be open at a time"
                 )
-            self._recorder = Recorder(self.agent.info.name, dict.fromkeys(request.settings, True))
-            self._profile, self._max_bytes = profile, request.max_bytes
+            self._recorder = Recorder(self.agent.info.name, request)
+            self._profile = profile
             self.set_enabled(True)
         if self.agent.end_of(message.source.wire_id) is not None:  # lost before the request has run
-            self._drop_of(message.source)
+            self._end(profile)
 
     def _stop(self, message: Incoming) -> bytes:
-        profile = message.source, read_profile_id(message.value)
+        recorder = self._take((message.source, read_profile_id(message.value)))
+        if recorder is None:
+            raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
         with self.agent.blocking():
-            with self._lock:
-                max_bytes = self._max_bytes
-                if (recorder := self._take(profile)) is not None:
-                    recorder.stop()
-            if recorder is None:
-                raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
-            return encode(recorder.recording(), max_bytes)  # which takes long, so without the lock
+            return encode(recorder.recording(), recorder.max_bytes)  # which takes long, so without the lock
 
     def _on_end(self, source: WorkerInfo, payload: object) -> None:
         # On another thread, because it may have to wait until torch's profiler has started or stopped.
         self.agent.submit(self._end, (source, read_profile_id(payload)))
 
-    def _end(self, profile: _ProfileKey) -> None:
-        with self.agent.blocking(), self._lock:
-            if (recorder := self._take(profile)) is not None:
-                recorder.stop()
+    def _end(self, profile: _ProfileKey | None = None) -> None:
+        self._take(profile)
 
-    def _drop_of(self, worker: WorkerInfo) -> None:
-        with self.agent.blocking(), self._lock:
-            if self._profile is not None and self._profile[0] == worker:
-                self._drop()
+    def _take(self, profile: _ProfileKey | None) -> Recorder | None:
+        """Turns the hooks off, and returns what has recorded a profile; None is the one that is recorded.
 
-    def _drop(self) -> None:
-        if self._profile is not None and (recorder := self._take(self._profile)) is not None:
-            recorder.stop()
-
-    def _take(self, profile: _ProfileKey) -> Recorder | None:
-        """Turns the hooks off, and returns what records a profile.
-
-        If that is not recorded, remembers that it has ended, and returns None. Called with the lock held.
+        If it is not recorded, remembers that it has ended, and returns None.
         """
-        if self._profile != profile:
-            self._ended.append(profile)
-            return None
-        recorder, self._recorder, self._profile = self._recorder, None, None
-        self.set_enabled(False)
-        return recorder
+        with self.agent.blocking(), self._lock:
+            recorder = self._recorder
+            if recorder is None or (profile is not None and profile != self._profile):
+                if profile is not None:
+                    self._ended.append(profile)
+                return None
+            self._recorder = self._profile = None
+            self.set_enabled(False)
+            recorder.stop()
+            return recorder

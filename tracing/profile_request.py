@@ -4,10 +4,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from .recorder import SETTINGS
 from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES
 
-__all__ = ["ProfileRequest", "read_profile_id"]
+__all__ = ["SETTINGS", "ProfileRequest", "read_profile_id"]
+
+SETTINGS = ("record_shapes", "profile_memory", "with_stack")
+"""The options of torch's profiler that a profile of all workers has; all are off by default."""
 
 MAX_ID_CHARACTERS = 64
 

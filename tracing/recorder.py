@@ -5,7 +5,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -18,12 +18,10 @@ from ..rpc.contracts.messages import Incoming, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..torch_internals import ExperimentalConfig
 from .method_names import MethodNames
+from .profile_request import ProfileRequest
 from .recording import MAX_CALLS, Call, Recording, Run
 
-__all__ = ["SETTINGS", "Recorder"]
-
-SETTINGS = ("record_shapes", "profile_memory", "with_stack")
-"""The options of torch's profiler that a profile of all workers has; all are off by default."""
+__all__ = ["Recorder"]
 
 R = TypeVar("R", Call, Run)
 
@@ -32,8 +30,9 @@ R = TypeVar("R", Call, Run)
 class Recorder:
     """Records from its construction until `stop`. Safe to use from any thread."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, request: ProfileRequest) -> None:
         """Begins to record on the worker of this name. Raises RpcError if torch profiles something already."""
+        self.max_bytes = request.max_bytes
         self._names = MethodNames()
         self._in_flight: dict[int, tuple[int, str, int]] = {}
         """The callee, the method and the beginning of each call without an answer, by its id."""
@@ -41,6 +40,7 @@ class Recorder:
         self._found = Recording(os.getpid())
         """The calls that have ended, and the runs."""
         self._lock = threading.Lock()
+        settings: dict[str, Any] = dict.fromkeys(request.settings, True)
         # Not torch.profiler.profile, which is built on this one: it loads torch.compile, which takes a second.
         self._profile = profiler.profile(
             use_kineto=True,
