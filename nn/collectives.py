@@ -229,11 +229,7 @@ def _gradient_of_reduction(
 ) -> torch.Tensor:
     """Returns the gradient of a reduction with respect to this rank's inputs. A collective for most ops.
 
-    Args:
-        op: the reduction.
-        gradient: the gradient of its result, summed over all ranks that got the result.
-        inputs: this rank's inputs; empty for SUM and AVG.
-        group: the process group.
+    `gradient` is that of the result, summed over all ranks that got it. For SUM and AVG there are no `inputs`.
     """
     if op == ReduceOp.SUM:
         return gradient

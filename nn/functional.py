@@ -279,14 +279,7 @@ def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a detached alias of an output tensor, to be written to outside autograd.
 
     Increments the tensor's version counter: a graph that has saved the tensor for its backward pass then raises,
-    instead of using the new content.
-
-    Args:
-        name: the tensor's name in errors.
-        tensor: the output tensor.
-
-    Raises:
-        ValueError: the tensor is not contiguous.
+    instead of using the new content. Raises ValueError, with the name, if the tensor is not contiguous.
     """
     if not tensor.is_contiguous():
         raise ValueError(
@@ -323,16 +316,9 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], size: int, *, same_s
 
 
 def _rows_per_rank(name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, group_size: int) -> list[int]:
-    """Returns the number of rows of a tensor for each rank.
+    """Returns the number of rows of a tensor for each rank: the sizes, or without any the same for each.
 
-    Args:
-        name: the tensor's name in errors.
-        tensor: the rows.
-        sizes: what the caller has given; None or empty for the same number for each rank.
-        group_size: the number of ranks.
-
-    Raises:
-        ValueError: the sizes do not match the number of rows or ranks.
+    Raises ValueError, with the name, if they do not match the number of rows or ranks.
     """
     rows = len(tensor)
     if not sizes:

@@ -1,5 +1,6 @@
 """RemoteModule: an nn.Module whose parameters and computation are on another worker."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,6 @@ from ..rpc.execution.futures import Future
 from ..rref.api import call_needing, remote
 from ..rref.rref import RRef
 from ..torch_internals import RecursiveScriptModule, tree_map_only
-from .placement import Placement
 from .script import check_interface, compile_module, reduce_script_module, scriptable_module
 
 __all__ = ["SENT_ATTRIBUTES", "ModuleReducers", "RemoteModule", "refuse_method"]
@@ -124,13 +124,12 @@ class RemoteModule(nn.Module):
             RuntimeError: torch knows no such device.
         """
         super().__init__()
-        placement = Placement.parse(remote_device)
+        worker, device = _parse_placement(remote_device)
         agent = current_agent()
-        owner = agent.info if placement.worker is None else agent.worker(placement.worker)
+        owner = agent.info if worker is None else agent.worker(worker)
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
-        device, scripted = str(placement.device), _module_interface_cls is not None
-        call = (*check_call(module_cls, args, kwargs), device, scripted)
+        call = (*check_call(module_cls, args, kwargs), device, _module_interface_cls is not None)
         self._attach(remote(owner, _create_on_owner, call), device, _module_interface_cls)
 
     @staticmethod
@@ -155,7 +154,8 @@ class RemoteModule(nn.Module):
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
         module = _empty()
-        module._attach(module_rref, str(Placement.parse(remote_device).device), _module_interface_cls)
+        _, device = _parse_placement(remote_device)
+        module._attach(module_rref, device, _module_interface_cls)
         return module
 
     def _attach(self, module_rref: ModuleReference, device: str, interface: type | None) -> None:
@@ -267,6 +267,32 @@ class RemoteModule(nn.Module):
                 f"{self} has no interface for torch.jit.script: construct it with _module_interface_cls"
             )
         return scriptable_module(self.module_interface_cls, self.forward_async)
+
+
+def _parse_placement(text: str) -> tuple[str | int | None, str]:
+    """Returns the worker of a placement, by name or rank, None for this one; and the device in its process.
+
+    It is "<worker>/<device>", "rank:<rank>/<device>", "<device>" on this worker, or "<worker>" on its CPU.
+
+    Raises:
+        TypeError: `text` is not a string.
+        ValueError: `text` has none of these forms.
+        RuntimeError: torch knows no such device.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"remote_device is {text!r}: give a string such as 'worker1/cuda:0'")
+    worker, slash, device = text.partition("/")
+    if not slash:
+        with contextlib.suppress(RuntimeError):
+            return None, str(torch.device(text))
+        device = "cpu"
+    kind, colon, rank = worker.partition(":")
+    if not worker or "/" in device or (kind == "rank" and colon and not rank.isdecimal()):
+        raise ValueError(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' "
+            "or 'rank:<rank>/<device>' or '<device>'"
+        )
+    return int(rank) if kind == "rank" and colon else worker, str(torch.device(device))
 
 
 def _forward_async(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from .parameter_groups import Options
 
-__all__ = ["StateDict", "build_state_dict", "check_state_dict", "state_by_index"]
+__all__ = ["StateDict", "build_state_dict", "check_class", "check_state_dict", "qualified_name", "state_by_index"]
 
 StateDict = dict[str, Any]
 """The entries of a state dictionary:
@@ -31,19 +31,12 @@ def build_state_dict(
     shapes: Sequence[tuple[int, ...]],
     state: Mapping[int, Any],
 ) -> StateDict:
-    """Returns a state dictionary.
-
-    Args:
-        optimizer_class: the class of the optimizers on the owners.
-        groups: the options of each group, and the number of its parameters.
-        shapes: the shape of each parameter, by index.
-        state: the state of the parameters that have any, by index.
-    """
+    """Returns a state dictionary, given the options and the number of parameters of each group."""
     indices = iter(range(len(shapes)))
     return {
         "state": {index: state[index] for index in sorted(state)},
         "param_groups": [{**options, "params": [next(indices) for _ in range(size)]} for options, size in groups],
-        "optimizer_class": _qualified_name(optimizer_class),
+        "optimizer_class": qualified_name(optimizer_class),
         "shapes": list(shapes),
     }
 
@@ -54,25 +47,28 @@ def check_state_dict(
     group_sizes: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Raises ValueError if a state dictionary does not fit an optimizer.
-
-    Args:
-        state_dict: the dictionary to check, of gradwire or of torch.
-        optimizer_class: the optimizer's class.
-        group_sizes: the number of parameters in each of its groups.
-        shapes: the shape of each of its parameters, by index.
-    """
+    """Raises ValueError if a state dictionary, of gradwire or of torch, does not fit an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"state_dict is {_describe(state_dict)}: give what state_dict() of an optimizer returned")
-    own_class = _qualified_name(optimizer_class)
-    saved_class = state_dict.get("optimizer_class", own_class)
-    if saved_class != own_class:
-        raise ValueError(f"state_dict is of a {saved_class}, but this optimizer is a {own_class}")
+    check_class(state_dict, "optimizer", optimizer_class)
     _check_group_sizes([len(group["params"]) for group in state_dict["param_groups"]], group_sizes)
     _check_shapes(state_dict.get("shapes", shapes), shapes)
     unknown = state_dict["state"].keys() - set(_indices(state_dict))
     if unknown:
         raise ValueError(f"state_dict has state of {sorted(map(repr, unknown))}, which are in none of its groups")
+
+
+def check_class(state_dict: Mapping[str, Any], kind: str, own: type) -> None:
+    """Raises ValueError if a state dictionary says that it is of another class."""
+    own_class = qualified_name(own)
+    saved_class = state_dict.get(f"{kind}_class", own_class)
+    if saved_class != own_class:
+        raise ValueError(f"state_dict is of a {saved_class}, but this {kind} is a {own_class}")
+
+
+def qualified_name(kind: type) -> str:
+    """Returns by what name a state dictionary tells a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def state_by_index(state_dict: StateDict) -> dict[int, Any]:
@@ -107,10 +103,6 @@ def _check_shapes(saved: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) 
 
 def _indices(state_dict: Mapping[str, Any]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-
-
-def _qualified_name(optimizer_class: type[torch.optim.Optimizer]) -> str:
-    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def _describe(value: object) -> str:

@@ -13,7 +13,6 @@ from ..rref import RRef
 from ..rref.api import remote_needing
 from .checkpoint import StateDict, build_state_dict, check_state_dict, state_by_index
 from .local_optimizer import LocalOptimizer, OptimizerDescription, ParameterState
-from .owners import wait_for_owners
 from .parameter_groups import (
     Options,
     ParameterGroup,
@@ -21,6 +20,7 @@ from .parameter_groups import (
     indices_by_owner,
     options_of,
     parse_groups,
+    wait_for_owners,
 )
 
 __all__ = ["DistributedOptimizer"]

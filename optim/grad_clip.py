@@ -16,8 +16,7 @@ from ..rpc.contracts.exposure import expose
 from ..rref import RRef
 from ..rref.api import call_with_values
 from .local_optimizer import check_leaves
-from .owners import wait_for_owners
-from .parameter_groups import Parameter, indices_by_owner, parse_parameters
+from .parameter_groups import Parameter, indices_by_owner, parse_parameters, wait_for_owners
 
 __all__ = ["clip_grad_norm_"]
 

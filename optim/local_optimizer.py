@@ -55,13 +55,7 @@ class LocalOptimizer:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        """Makes the optimizer.
-
-        Args:
-            optimizer_class: its class.
-            groups: the groups that have parameters on this owner, with these parameters only.
-            args: positional arguments of the class after the parameters.
-            kwargs: its keyword arguments.
+        """Makes the optimizer for the groups that have parameters on this owner, with these parameters only.
 
         Raises:
             ValueError: a reference is not to a leaf tensor, or two are to the same.
@@ -89,15 +83,7 @@ class LocalOptimizer:
         )
 
     def step(self, context_id: int, changes: Sequence[Options]) -> None:
-        """Updates the parameters that have a gradient in an autograd context.
-
-        Args:
-            context_id: the context.
-            changes: for each group, the options to set before the step.
-
-        Raises:
-            UnknownContextError: this worker has no such context.
-        """
+        """Updates the parameters that have a gradient in a context, after setting some options of each group."""
         gradients = get_gradients(context_id)
         with _step_lock:
             self._set_options(changes)
@@ -137,15 +123,7 @@ class LocalOptimizer:
 
 
 def check_leaves(leaves: Sequence[Any], labels: Sequence[str]) -> None:
-    """Checks that values are distinct leaf tensors.
-
-    Args:
-        leaves: the values of references to parameters of this worker.
-        labels: the name of each in errors.
-
-    Raises:
-        ValueError: one is not a leaf tensor, or two are the same.
-    """
+    """Raises ValueError, with the label of the value, unless values of this worker are distinct leaf tensors."""
     worker = current_agent().info.name
     seen: dict[torch.Tensor, str] = {}
     for leaf, label in zip(leaves, labels, strict=True):

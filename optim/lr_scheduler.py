@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat, final
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
+from .checkpoint import check_class, qualified_name
 from .distributed_optimizer import DistributedOptimizer
 
 __all__ = ["DistributedLRScheduler"]
@@ -104,7 +105,7 @@ class DistributedLRScheduler:
         As in torch, functions such as LambdaLR's are left out; of callable objects the attributes are saved.
         """
         state = copy.deepcopy(self._scheduler.state_dict())
-        return {**state, "scheduler_class": _qualified_name(self._scheduler)}
+        return {**state, "scheduler_class": qualified_name(type(self._scheduler))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a saved state. The learning rates themselves are in the optimizer's state: restore that, too.
@@ -116,10 +117,8 @@ class DistributedLRScheduler:
             ValueError: it is of another scheduler class. Nothing has changed.
         """
         state = copy.deepcopy(dict(state_dict))
-        own_class = _qualified_name(self._scheduler)
-        saved_class = state.pop("scheduler_class", own_class)
-        if saved_class != own_class:
-            raise ValueError(f"state_dict is of a {saved_class}, but this scheduler is a {own_class}")
+        check_class(state, "scheduler", type(self._scheduler))
+        state.pop("scheduler_class", None)
         self._scheduler.load_state_dict(state)
 
 
@@ -135,7 +134,3 @@ def _unwrap(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_unwrap(item) for item in value)
     return value
-
-
-def _qualified_name(scheduler: LRScheduler) -> str:
-    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"

@@ -9,6 +9,7 @@ import torch
 
 from ..rpc.contracts.exposure import message_value
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future
 from ..rref import RRef
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "options_of",
     "parse_groups",
     "parse_parameters",
+    "wait_for_owners",
 ]
 
 Options = dict[str, Any]
@@ -80,6 +82,27 @@ def indices_by_owner(parameters: Sequence[Parameter]) -> dict[WorkerInfo, list[i
     for index, parameter in enumerate(parameters):
         indices.setdefault(parameter.rref.owner(), []).append(index)
     return indices
+
+
+def wait_for_owners(futures: Mapping[WorkerInfo, Future[Any]], activity: str) -> dict[WorkerInfo, Any]:
+    """Waits until the request to every owner has succeeded or failed, and returns the results by owner.
+
+    Raises the first failed request's error, in the order of `futures`, with a note that names all workers that
+    failed, such as "the step failed on worker 'ps1'" for the activity "the step".
+    """
+    results = {}
+    errors: dict[WorkerInfo, Exception] = {}
+    for owner, future in futures.items():
+        try:
+            results[owner] = future.wait_for_answer()
+        except Exception as error:
+            errors[owner] = error
+    if errors:
+        first = next(iter(errors.values()))
+        names = ", ".join(repr(owner.name) for owner in errors)
+        first.add_note(f"{activity} failed on worker{'s' if len(errors) > 1 else ''} {names}")
+        raise first
+    return results
 
 
 def _parse_group(group: Any, label: str) -> ParameterGroup:
