@@ -20,18 +20,17 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, UnwantedMessageError
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.kept_errors import text_of, without_frames
+from . import replicas
 from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
 from .closure import Closure
 from .compression import decompress
 from .context import Context, Exchanged
 from .contexts import Contexts
-from .coordinator import PassCoordinator, PassRequest
+from .coordinator import PassCoordinator, PassRequest, all_sends, by_worker, complete_closure
 from .gradient_sender import AnsweringSender, GradientSender, MessageGradients, PassId
 from .graph import Graph, start_node
 from .part import LeafGradient, Part
-from .participants import all_sends, by_worker, complete_closure
-from .replicas import Replicas, average
 
 __all__ = ["Engine", "Mode", "check_roots"]
 
@@ -69,7 +68,6 @@ class Engine:
         self._agent = agent
         self._contexts = contexts
         self._anomaly = anomaly
-        self._replicas = Replicas()
         self._pass_numbers = itertools.count(1)
         self._coordinators: dict[PassId, PassCoordinator] = {}
         """Those of the passes that this worker has begun and that have not ended."""
@@ -108,7 +106,7 @@ class Engine:
             graph,
             message_ids.pop(self._agent.info.wire_id, []),
             one_root_at_a_time=self.one_root_at_a_time,
-            with_leaves=self._replicas.may_exist,
+            with_leaves=replicas.may_exist,
         )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
         anomaly = AnomalyMode.current() if torch.is_anomaly_enabled() else None
@@ -180,7 +178,7 @@ class Engine:
             Graph(),
             message_ids,
             one_root_at_a_time=self.one_root_at_a_time,
-            with_leaves=self._replicas.may_exist,
+            with_leaves=replicas.may_exist,
         )
         self._begin_for(message.source)
         try:
@@ -290,10 +288,9 @@ class Engine:
     ) -> None:
         """Runs this worker's part of a pass and adds the gradients of leaves to the context; see `Part.run`."""
         graph = part.graph
-        replicated = self._replicas.modules_of(graph.leaves) if self._replicas.may_exist else ()
-        partial_gradients = part.partial_gradients() if part.runs_one_by_one else None
+        replicated = replicas.replicated_modules(graph.leaves) if replicas.may_exist else ()
         running = context.passes.begin(
-            pass_id, PassPart(part.awaited, len(graph.receives), timeout, sender, partial_gradients)
+            pass_id, PassPart(part.awaited, len(graph.receives), timeout, sender, part.partial)
         )
         before = Context.current()
         Context.set_current(context)  # of the hooks
@@ -326,7 +323,7 @@ class Engine:
         captured = {node.variable: gradient for node, gradient in found if node.variable in replicated}
         try:
             with self._agent.blocking():
-                context.gradients.change(parameters, lambda so_far: average(module, captured, so_far))
+                context.gradients.change(parameters, lambda so_far: replicas.average(module, captured, so_far))
         except Exception as error:
             error.add_note(
                 f"while DistributedDataParallel averaged the gradients of {type(module.module).__name__} among "

@@ -95,19 +95,15 @@ class Part:
             graph.extend([gate.grad_fn for gate in self._gates.values()])
         self._graphs: list[Graph] | None = None
         """Those of the roots and of the gates, if they are run one at a time."""
+        self.partial: PartialGradients | None = None
+        """What sums up the gradients of received messages that several of these lead to."""
         if one_root_at_a_time or (has_devices and _has_several_devices(graph)):
             self._graphs = [Graph([start_node(output)]) for output in (*roots, *self._gates.values())]
+            counts = Counter((node.sender, node.message_id) for each in self._graphs for node in each.receives)
+            self.partial = PartialGradients(counts)
         self._is_plain = is_plain
         self.enters_gates = bool(self._gates)
         """Whether gates may wait for gradients while torch's engine runs."""
-        self.runs_one_by_one = self._graphs is not None
-        """Whether its graph is run one root at a time."""
-
-    def partial_gradients(self) -> PartialGradients:
-        """Returns what sums up the gradients of received messages that several roots lead to."""
-        assert self._graphs is not None, "its graph is not run one root at a time"
-        counts = Counter((node.sender, node.message_id) for graph in self._graphs for node in graph.receives)
-        return PartialGradients(counts)
 
     def run(
         self, running: BackwardPass, *, retain_graph: bool, collect: Callable[[], None]

@@ -15,17 +15,16 @@ open, would be worse: they slow down every module, make torch.compile warn, and 
 context was opened.
 
 DDP modules that were constructed before the import are not recorded. They can exist only if torch.distributed was
-initialized by then. In that case the first pass searches for them, and any pass that involves one is refused.
+initialized by then. In that case the import searches for them, and any pass that involves one is refused.
 """
 
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,13 +35,13 @@ from torch.nn.parameter import is_lazy
 from ..errors import AutogradError
 from .graph import start_node
 
-__all__ = ["Replicas", "average"]
+__all__ = ["average", "may_exist", "replicated_modules"]
 
 METADATA_KEY = "gradwire.replicas"
 """Key in the metadata of an AccumulateGrad node; the value lists a record per DDP module with the parameter."""
 
-MAY_HAVE_EARLIER_MODULES = torch.distributed.is_available() and torch.distributed.is_initialized()
-"""Whether DDP modules may have been constructed before this module was imported."""
+may_exist = False
+"""Whether this process may have, or have had, DDP modules."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +70,8 @@ def _replicated_parameters(wrapped: nn.Module) -> list[nn.Parameter]:
 
 def _record_module(module: DistributedDataParallel, wrapped: nn.Module, constructed_ns: int | None) -> None:
     """Records a DDP module in the metadata of the AccumulateGrad nodes of the parameters that it wraps."""
-    Replicas.may_exist = True
+    global may_exist  # noqa: PLW0603
+    may_exist = True
     record = _Record(constructed_ns, weakref.ref(module))
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
     for node in nodes:
@@ -87,63 +87,47 @@ def _on_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> 
         _record_module(module, submodule, time.monotonic_ns())
 
 
+def replicated_modules(nodes: Iterable[Any]) -> list[DistributedDataParallel]:
+    """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
+
+    Args:
+        nodes: AccumulateGrad nodes of parameters.
+
+    Raises:
+        AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
+    """
+    records = {record for node in nodes for record in _records(node)}
+    if any(record.constructed_ns is None and record.module() for record in records):
+        raise AutogradError(
+            "a DistributedDataParallel module was made before gradwire was imported, so it is not known in "
+            "which order it averages among others: import gradwire first"
+        )
+    in_order = [record.module() for record in sorted(records, key=lambda record: record.constructed_ns or 0)]
+    modules = [module for module in in_order if module is not None]
+    if any(module.static_graph for module in modules):
+        raise AutogradError(
+            "DistributedDataParallel(static_graph=True) averages its first gradients too early for an "
+            "autograd context: leave static_graph out"
+        )
+    return modules
+
+
+def _record_earlier_modules() -> None:
+    """Records the DDP modules that were constructed before this module was imported."""
+    for each in gc.get_objects():
+        # Not isinstance, which reads `__class__`: that may run code of objects such as proxies.
+        if issubclass(type(each), DistributedDataParallel):
+            wrapped = each.__dict__.get("_modules", {}).get("module")
+            if wrapped is None:  # the constructor has failed before it set the module
+                continue
+            nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
+            if not any(record.module() is each for node in nodes for record in _records(node)):
+                _record_module(each, wrapped, None)
+
+
 register_module_module_registration_hook(_on_submodule)
-
-
-@final
-class Replicas:
-    """Finds the DDP modules whose parameters take part in a backward pass. Safe to use from any thread."""
-
-    may_exist = MAY_HAVE_EARLIER_MODULES
-    """Whether this process may have, or have had, DDP modules."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._has_searched = not MAY_HAVE_EARLIER_MODULES
-
-    def modules_of(self, nodes: Iterable[Any]) -> list[DistributedDataParallel]:
-        """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
-
-        Args:
-            nodes: AccumulateGrad nodes of parameters.
-
-        Raises:
-            AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
-        """
-        self._search_earlier_modules()
-        records = {record for node in nodes for record in _records(node)}
-        if any(record.constructed_ns is None and record.module() for record in records):
-            raise AutogradError(
-                "a DistributedDataParallel module was made before gradwire was imported, so it is not known in "
-                "which order it averages among others: import gradwire first"
-            )
-        in_order = [record.module() for record in sorted(records, key=lambda record: record.constructed_ns or 0)]
-        modules = [module for module in in_order if module is not None]
-        if any(module.static_graph for module in modules):
-            raise AutogradError(
-                "DistributedDataParallel(static_graph=True) averages its first gradients too early for an "
-                "autograd context: leave static_graph out"
-            )
-        return modules
-
-    def _search_earlier_modules(self) -> None:
-        """Records, once, the DDP modules that were constructed before this module was imported."""
-        with self._lock:
-            if self._has_searched:
-                return
-            for each in gc.get_objects():
-                # Not isinstance, which reads `__class__`: that may run code of objects such as proxies.
-                if issubclass(type(each), DistributedDataParallel) and (wrapped := _wrapped(each)) is not None:
-                    nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
-                    if not any(record.module() is each for node in nodes for record in _records(node)):
-                        _record_module(each, wrapped, None)
-            self._has_searched = True
-
-
-def _wrapped(module: DistributedDataParallel) -> nn.Module | None:
-    """Returns the module that a DDP module wraps; None if DDP's constructor failed before it set the module."""
-    wrapped: nn.Module | None = module.__dict__.get("_modules", {}).get("module")
-    return wrapped
+if torch.distributed.is_available() and torch.distributed.is_initialized():
+    _record_earlier_modules()
 
 
 def average(
