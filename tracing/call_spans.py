@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -21,14 +21,18 @@ from ..rpc.contracts.messages import RESULT, Deferred, Handler, Incoming, Outgoi
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.kept_errors import printable_text
 from .method_names import MethodNames
-from .trace_fields import add_fields, read_fields
 
-__all__ = ["CallSpans", "context_of"]
+__all__ = ["MAX_FIELDS", "MAX_FIELDS_BYTES", "CallSpans", "add_fields", "context_of", "read_fields"]
 
 SYSTEM = "gradwire"
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 """The semantic conventions by which the attributes are named."""
+
+MAX_FIELDS = 16
+
+MAX_FIELDS_BYTES = 10 << 10
+"""Characters of all names and values: a baggage may have 8,192 bytes by W3C, and others are beside it."""
 
 P = ParamSpec("P")
 
@@ -46,6 +50,29 @@ def _logs_errors(function: Callable[P, None]) -> Callable[P, None]:
             log.exception("a span cannot be recorded")
 
     return guarded
+
+
+def add_fields(fields: Mapping[str, str], envelope: agent_pb2.Envelope) -> None:
+    """Adds fields to the envelope of a request, in their order; leaves out those for which there is no room."""
+    nbytes = 0
+    for name, value in fields.items():
+        if len(envelope.trace) == MAX_FIELDS:
+            return
+        if nbytes + len(name) + len(value) <= MAX_FIELDS_BYTES:
+            nbytes += len(name) + len(value)
+            envelope.trace.add(name=name, value=value)
+
+
+def read_fields(trace: Iterable[agent_pb2.TraceField]) -> dict[str, str]:
+    """Returns the fields that a request has carried; none if they are too many, or have too many characters."""
+    fields: dict[str, str] = {}
+    nbytes = 0
+    for field in trace:
+        nbytes += len(field.name) + len(field.value)
+        if len(fields) == MAX_FIELDS or nbytes > MAX_FIELDS_BYTES:
+            return {}
+        fields[field.name] = field.value
+    return fields
 
 
 def context_of(envelope: agent_pb2.Envelope) -> Context | None:

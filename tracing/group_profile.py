@@ -14,9 +14,8 @@ from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
-from .profile_request import ProfileRequest, read_profile_id
 from .recorder import Recorder
-from .recording import encode
+from .recording import ProfileRequest, encode, read_profile_id
 
 __all__ = ["END_PROFILE", "GroupProfile"]
 
@@ -79,7 +78,7 @@ class GroupProfile(Extension):
 
     def close(self) -> None:
         """Ends the recording."""
-        self._end()
+        self._take(None)
 
     def _run(self, run: Callable[[Incoming], Any], message: Incoming) -> Any:
         recorder = self._recorder
@@ -106,25 +105,26 @@ class GroupProfile(Extension):
             self._end(profile)
 
     def _stop(self, message: Incoming) -> bytes:
-        recorder = self._take((message.source, read_profile_id(message.value)))
-        if recorder is None:
-            raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
         with self.agent.blocking():
+            recorder = self._take((message.source, read_profile_id(message.value)))
+            if recorder is None:
+                raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
             return encode(recorder.recording(), recorder.max_bytes)  # which takes long, so without the lock
 
     def _on_end(self, source: WorkerInfo, payload: object) -> None:
         # On another thread, because it may have to wait until torch's profiler has started or stopped.
         self.agent.submit(self._end, (source, read_profile_id(payload)))
 
-    def _end(self, profile: _ProfileKey | None = None) -> None:
-        self._take(profile)
+    def _end(self, profile: _ProfileKey) -> None:
+        with self.agent.blocking():
+            self._take(profile)
 
     def _take(self, profile: _ProfileKey | None) -> Recorder | None:
         """Turns the hooks off, and returns what has recorded a profile; None is the one that is recorded.
 
         If it is not recorded, remembers that it has ended, and returns None.
         """
-        with self.agent.blocking(), self._lock:
+        with self._lock:
             recorder = self._recorder
             if recorder is None or (profile is not None and profile != self._profile):
                 if profile is not None:

@@ -19,8 +19,7 @@ from ..rpc.execution.futures import Future
 from .chrome_trace import WorkerTrace, merge
 from .clocks import Clock, ClockReading, read_clock
 from .group_profile import END_PROFILE
-from .profile_request import SETTINGS, ProfileRequest
-from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES, decode
+from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES, SETTINGS, ProfileRequest, decode
 
 __all__ = ["Profile", "profile"]
 

@@ -18,8 +18,7 @@ from ..rpc.contracts.messages import Incoming, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..torch_internals import ExperimentalConfig
 from .method_names import MethodNames
-from .profile_request import ProfileRequest
-from .recording import MAX_CALLS, Call, Recording, Run
+from .recording import MAX_CALLS, Call, ProfileRequest, Recording, Run
 
 __all__ = ["Recorder"]
 

@@ -1,15 +1,28 @@
-"""What one worker has recorded in a profile of all workers, as it travels to the one that asks for it."""
+"""What a profile of all workers asks of each, and what that has recorded, as they travel."""
 
 import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypeGuard, final
 
 from ..net.peer_text import printable
 
-__all__ = ["MAX_BYTES", "MAX_CALLS", "MIN_BYTES", "MOST_BYTES", "Call", "Recording", "Run", "decode", "encode"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_CALLS",
+    "MIN_BYTES",
+    "MOST_BYTES",
+    "SETTINGS",
+    "Call",
+    "ProfileRequest",
+    "Recording",
+    "Run",
+    "decode",
+    "encode",
+    "read_profile_id",
+]
 
 MAX_BYTES = 64 << 20
 """Bytes of the JSON of a recording, at most, unless the profile sets another bound: some 300,000 events.
@@ -25,6 +38,52 @@ MOST_BYTES = 1 << 40
 
 MAX_CALLS = 1 << 20
 """Calls, and runs of functions, that a worker records at most; it leaves out those that come later."""
+
+
+SETTINGS = ("record_shapes", "profile_memory", "with_stack")
+"""The options of torch's profiler that a profile of all workers has; all are off by default."""
+
+MAX_ID_CHARACTERS = 64
+
+
+def read_profile_id(value: object) -> str:
+    """Returns the id of a profile that another worker has sent. Raises ValueError if it is none."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARACTERS:
+        raise ValueError("malformed message: it has no id of a profile")
+    return value
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What a worker is asked to record.
+
+    profile: the id of the profile; the worker that profiles has given it to no other one.
+    settings: those of SETTINGS that are on.
+    max_bytes: bytes of the JSON of the recording, at most.
+    """
+
+    profile: str
+    settings: tuple[str, ...] = ()
+    max_bytes: int = MAX_BYTES
+
+    def encode(self) -> str:
+        """Returns the request as JSON: a text is all that has to be unpickled."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(value: object) -> "ProfileRequest":
+        """Returns the request that another worker has encoded. Raises ValueError if it is malformed."""
+        fields: Any = json.loads(value) if isinstance(value, str) else None
+        if not isinstance(fields, dict) or fields.keys() != ProfileRequest.__dataclass_fields__.keys():
+            raise ValueError("malformed message: it is no beginning of a profile")
+        settings, max_bytes = fields["settings"], fields["max_bytes"]
+        if not isinstance(settings, list) or not all(each in SETTINGS for each in settings):
+            raise ValueError("malformed message: a profile has no such settings")
+        if type(max_bytes) is not int or not MIN_BYTES <= max_bytes <= MOST_BYTES:
+            raise ValueError(f"malformed message: a recording has {MIN_BYTES} to {MOST_BYTES} bytes")
+        profile = read_profile_id(fields["profile"])
+        return ProfileRequest(profile=profile, settings=tuple(settings), max_bytes=max_bytes)
 
 
 class Call(NamedTuple):

@@ -37,7 +37,7 @@ from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.parsing import parse_envelope
-from gradwire.tracing.profile_request import SETTINGS, ProfileRequest
+from gradwire.tracing.recording import SETTINGS, ProfileRequest
 from hypothesis import strategies as st
 
 from tests.addresses import address_here

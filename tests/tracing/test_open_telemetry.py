@@ -13,8 +13,7 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, Request
 from gradwire.rpc.contracts.options import otel_from_environment
-from gradwire.tracing.call_spans import context_of
-from gradwire.tracing.trace_fields import MAX_FIELDS, MAX_FIELDS_BYTES, add_fields, read_fields
+from gradwire.tracing.call_spans import MAX_FIELDS, MAX_FIELDS_BYTES, add_fields, context_of, read_fields
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import baggage, context, propagate, trace
