@@ -148,12 +148,7 @@ class BackwardPass:
         return complete
 
     def wait_for_gradients(self, message_id: int) -> TensorGradients:
-        """Returns the gradients of the tensors of a message that this worker sent. Called by its gate.
-
-        Raises:
-            RpcTimeoutError: they did not arrive within the timeout of the pass.
-            Exception: the pass has failed.
-        """
+        """Returns the gradients of a message of this worker, to its gate. Raises what keeps them from arriving."""
         part = self._part
         assert part is not None, NOT_RUNNING
         gradients = None if self.error is not None else self._gradients.pop(message_id, None)
@@ -246,11 +241,8 @@ class Passes:
     def begin(self, identifier: PassId, part: PassPart) -> BackwardPass:
         """Makes a pass, with this worker's part, the running one.
 
-        Raises:
-            UnknownContextError: the context has ended.
-            AutogradError: another pass of the context is running, or this one has failed on another worker.
-            WorkerLostError: a worker that the pass needs is lost.
-            WorkerSuspectError: a worker that the pass needs does not answer.
+        Raises an error if the context has ended, another pass of it is running, this one has failed on another
+        worker, or a worker that it needs is lost or suspect.
         """
         with self._lock:
             if self._is_closed:

@@ -45,9 +45,7 @@ def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set
 def all_sends(agent: RpcAgent, context: Context) -> Set[SendId]:
     """Returns all sends of a context (FAST mode). Asks all workers that the context has reached.
 
-    Raises:
-        AutogradError: a message has not arrived. The roots cannot depend on it, so its gradients would be waited
-            for in vain.
+    Raises AutogradError if a message has not arrived: its gradients would be waited for in vain.
     """
     me = agent.info.wire_id
     answers: dict[int, Exchanged] = {me: context.exchanged()}

@@ -46,11 +46,7 @@ class OpenContexts:
 
     @classmethod
     def from_payload(cls, payload: object, sender: int) -> "OpenContexts":
-        """Returns what another worker has sent about its own contexts.
-
-        Raises:
-            ValueError: it is malformed, or about those of others.
-        """
+        """Returns what a worker has sent. Raises ValueError if it is malformed, or not about its own contexts."""
         match payload:
             case (int(below), frozenset(ids)) if len(ids) <= MAX_NAMED and creator_of(below) == sender:
                 if all(type(each) is int for each in ids):

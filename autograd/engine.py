@@ -88,11 +88,7 @@ class Engine:
         mode: Mode = "smart",
         timeout: float = 0.0,
     ) -> None:
-        """Runs a pass from roots on this worker. Returns when it has ended on all workers.
-
-        Raises:
-            Exception: the first error on any worker.
-        """
+        """Runs a pass from roots on this worker until it has ended on all. Raises the first error on any."""
         graph = Graph([start_node(root) for root in roots])
         if mode == "fast":
             sends = all_sends(self._agent, context)
@@ -136,11 +132,7 @@ class Engine:
             del self._coordinators[pass_id]
 
     def _begin_for(self, caller: WorkerInfo) -> None:
-        """Counts what a worker has this one run, which holds a thread until others answer; `_end_for` follows.
-
-        Raises:
-            LimitReachedError: it has too many running.
-        """
+        """Counts what a worker has this one run, which holds a thread until others answer; `_end_for` follows."""
         with self._lock:
             if self._running[caller.wire_id] >= MAX_RUNNING:
                 raise LimitReachedError(
@@ -237,11 +229,7 @@ class Engine:
         return {}, [], []
 
     def serve_rref_backward(self, message: Incoming) -> None:
-        """Runs a backward pass from the value of an RRef that this worker owns: the handler of RREF_BACKWARD.
-
-        Raises:
-            AutogradError: the value is not a tensor, or cannot be the root of a backward pass.
-        """
+        """Runs a backward pass from the value of an RRef that this worker owns: the handler of RREF_BACKWARD."""
         rref, context_id, retain_graph = message.value
         root = rref._value_here()
         if not isinstance(root, torch.Tensor):

@@ -73,11 +73,7 @@ class Autograd(Extension):
     header = "autograd"
 
     def on_send(self, message: Outgoing) -> None:
-        """Adds the autograd header to a message of a context, and records its differentiable tensors as a send.
-
-        Raises:
-            AutogradError: the context has ended, because its creator is lost.
-        """
+        """Adds the autograd header to a message of a context, and records its differentiable tensors as a send."""
         request = message.reply_to
         context: Context | None = Context.current() if request is None else request.state.get(Autograd)
         if context is None or context.agent is not self.agent:
@@ -123,11 +119,7 @@ class Autograd(Extension):
             context.drop_send(header.message_id)
 
     def on_receive(self, message: Incoming) -> None:
-        """Joins the context of a message, and makes its differentiable tensors outputs of a `RecvRpc` node.
-
-        Raises:
-            ValueError: the header names tensors that are missing or do not require grad.
-        """
+        """Joins the context of a message, and makes its differentiable tensors outputs of a `RecvRpc` node."""
         if not message.envelope.HasField("autograd"):
             return
         header = message.envelope.autograd

@@ -18,13 +18,9 @@ __all__ = ["RECV_NODE", "RecvRpc", "SendRpc", "apply_with_grad"]
 
 @final
 class SendRpc(torch.autograd.Function):
-    """Maps the tensors of a message to its gate.
+    """Maps the tensors of a message that require grad to its gate, in a `Context`, whose module imports this one.
 
-    Args:
-        context: the `Context` of the message, whose module imports this one.
-        message_id: the number of the message.
-        tensors: those of its tensors that require grad. The caller keeps followers of the leaves among them
-            meanwhile: see `follower_of`.
+    The caller keeps followers of the leaves among them meanwhile: see `follower_of`.
     """
 
     @staticmethod

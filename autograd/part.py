@@ -57,18 +57,10 @@ class Part:
         one_root_at_a_time: bool,
         with_leaves: bool,
     ) -> None:
-        """Finds out what takes part.
+        """Finds out what takes part besides the roots of this worker and their graph, which is extended.
 
-        Args:
-            context: that of the pass.
-            roots: the losses that are on this worker.
-            graph: what gets a gradient if `roots` do; is extended by what the sends add.
-            message_ids: those of the sends that take part.
-            one_root_at_a_time: run the graph as one with nodes on several devices.
-            with_leaves: have sends of leaves enter the engine as well, so that `graph` has their leaves.
-
-        Raises:
-            AutogradError: there is no such send.
+        `one_root_at_a_time` runs the graph as one with nodes on several devices; `with_leaves` has sends of leaves
+        enter the engine as well, so that the graph has their leaves. Raises AutogradError if a send is unknown.
         """
         self.graph = graph
         self.message_ids = sorted(message_ids, reverse=True)  # the order in which torch's engine runs gates

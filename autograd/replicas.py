@@ -88,13 +88,9 @@ def _on_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> 
 
 
 def replicated_modules(nodes: Iterable[Any]) -> list[DistributedDataParallel]:
-    """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
+    """Returns the DDP modules of the parameters with these AccumulateGrad nodes, in the order of construction.
 
-    Args:
-        nodes: AccumulateGrad nodes of parameters.
-
-    Raises:
-        AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
+    It is the same on all replicas. Raises AutogradError if a module has a static graph, or is too old.
     """
     records = {record for node in nodes for record in _records(node)}
     if any(record.constructed_ns is None and record.module() for record in records):

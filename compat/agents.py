@@ -60,13 +60,9 @@ class RpcAgent:
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Waits until no call is in flight between any workers, which all have to call this.
+        """Waits until no call is in flight between any workers, which all call this; then leaves if it is to.
 
-        In a dynamic group, waits for the calls of this worker only.
-
-        Args:
-            shutdown: whether to leave the group afterwards.
-            timeout: in seconds; 0 waits without limit.
+        In a dynamic group, waits for the calls of this worker only. The timeout is in seconds, 0 for none.
         """
         self._agent.join(timeout)
         if shutdown:
@@ -93,11 +89,7 @@ _wrappers: "weakref.WeakValueDictionary[rpc.RpcAgent, RpcAgent]" = weakref.WeakV
 
 
 def current() -> Any:
-    """Returns the wrapped current agent, the same wrapper as long as it is in use.
-
-    Raises:
-        NotInitializedError: init_rpc has not been called.
-    """
+    """Returns the current agent, in the same wrapper as long as that is in use. Raises NotInitializedError."""
     agent: object = current_agent()
     if not isinstance(agent, rpc.RpcAgent):
         return agent  # of another backend, which defines its own agent class

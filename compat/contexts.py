@@ -47,11 +47,7 @@ class DistAutogradContext:
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Context manager that opens an autograd context and yields its id.
-
-    Raises:
-        AutogradError: this thread has an open context. (gradwire's own contexts can be nested.)
-    """
+    """Context manager that opens an autograd context and yields its id. Unlike gradwire's, it does not nest."""
     opened = new()
     try:
         yield opened._context_id()
@@ -60,12 +56,7 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Accumulates the gradients of the sum of the roots in the context, for the leaves on all workers.
-
-    Args:
-        context_id: the autograd context.
-        roots: scalar tensors that are results of operations.
-        retain_graph: whether another backward pass over the same graph may follow.
+    """Runs a pass: see `gradwire.autograd.backward`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -98,11 +89,7 @@ def _are_tensors(roots: object) -> bool:
 
 
 def new() -> DistAutogradContext:
-    """Opens a context and makes it this thread's current one.
-
-    Raises:
-        AutogradError: this thread has an open context.
-    """
+    """Opens a context and makes it this thread's current one. Raises AutogradError if the thread has one."""
     if (present := Context.current()) is not None:
         raise AutogradError(f"Already have an autograd context id for this thread: {present.id}")
     opened = current_agent().extension(Autograd).contexts.open()

@@ -31,12 +31,12 @@ MESSAGE_TYPES = {
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """The options of the backend FAULTY_TENSORPIPE.
+    """The options of the backend FAULTY_TENSORPIPE: those of TENSORPIPE, and faults.
 
     Args:
-        num_worker_threads: the number of threads that run incoming calls.
-        rpc_timeout: default timeout of a call in seconds; 0 for none.
-        init_method: the rendezvous URL.
+        num_worker_threads: as of TENSORPIPE.
+        rpc_timeout: likewise.
+        init_method: likewise.
         messages_to_fail: torch's names of the message types whose first sends on this worker fail.
         messages_to_delay: the delay of each send in seconds, by torch's name of the message type.
         num_fail_sends: how many sends of each message type in `messages_to_fail` fail.
@@ -60,12 +60,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 def start(
     store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
 ) -> rpc.RpcAgent:
-    """Starts an agent with injected faults.
-
-    Raises:
-        TypeError: the options are not a FaultyTensorPipeRpcBackendOptions.
-        ValueError: a message type is unknown.
-    """
+    """Starts an agent with injected faults. Raises TypeError, or ValueError if a message type is unknown."""
     options = rpc_backend_options
     if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(

@@ -16,8 +16,7 @@ __all__ = ["call_on_import"]
 def call_on_import(name: str, callback: Callable[[types.ModuleType], None]) -> Callable[[], None]:
     """Calls `callback(module)` once the module `name` has been imported; at once if it has been already.
 
-    Returns:
-        A function that removes the hook if the module has not been imported yet.
+    Returns a function that removes the hook if the module has not been imported yet.
     """
     module = sys.modules.get(name)
     if module is not None and not _is_initializing(module):

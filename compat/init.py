@@ -105,11 +105,8 @@ def _rendezvous(options: Any, name: str, rank: int, world_size: int | None) -> t
 def _non_blocking_tcp_store(check_rival: Callable[[TorchStore], None]) -> Iterator[None]:
     """Context manager in which torch's rendezvous does not wait for all workers when it opens its TCPStore.
 
-    gradwire's start barrier waits for them instead, and its errors name the workers that are missing.
-
-    Args:
-        check_rival: if rank 0 cannot listen on its port, called with the store of the rank 0 that does; raises an
-            error that says so.
+    gradwire's start barrier waits for them instead, and its errors name the workers that are missing. If rank 0
+    cannot listen on its port, `check_rival` gets the store of the rank 0 that does, and raises an error.
     """
 
     def open_store(*args: Any, **options: Any) -> TorchTCPStore:

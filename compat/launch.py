@@ -23,10 +23,6 @@ def install_in_children(environment: MutableMapping[str, str], **values: Any) ->
     """Makes the Python processes that are started with an environment install the compatibility layer.
 
     It sets PYTHONPATH, so processes that ignore that variable (`python -E`, `python -I`) run on torch's own agent.
-
-    Args:
-        environment: the environment to change.
-        values: the arguments with which the processes call `install`.
     """
     environment[VARIABLE] = json.dumps(values)
     own = str(SITE_DIRECTORY)
@@ -43,13 +39,7 @@ def become_program(arguments: Sequence[str], **values: Any) -> NoReturn:
     """Replaces this process by `python arguments...`, on gradwire, with the options of this interpreter.
 
     So the program sees what it sees under Python: its module is `__main__`, its exit is that of the process.
-
-    Args:
-        arguments: those of Python, such as the path of a script and its arguments.
-        values: those of `install`.
-
-    Raises:
-        ValueError: Python would not read PYTHONPATH.
+    Raises ValueError if Python would not read PYTHONPATH.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python has been started with -E, -I or -S, with which it does not load gradwire")

@@ -23,9 +23,6 @@ def _serialize(self: RRef[Any]) -> SentReference:
     """Returns what stands for this reference in the pickle of a call, for a program's own pickler or reducer.
 
     torch returns the ids of a new fork; here, that is made when the message is sent.
-
-    Raises:
-        RRefError: the reference was released at shutdown.
     """
     handle = self._handle
     if handle.agent is not holder.get():
@@ -42,11 +39,7 @@ def _deserialize(fork: object) -> RRef[Any]:
 
 
 def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[Any]:
-    """Returns a future that is done when the call that creates the value, and its profiler event, have ended.
-
-    Raises:
-        RRefError: the reference was not created by `remote` on this worker.
-    """
+    """Returns a future that is done when the call that creates the value, and its profiler event, have ended."""
     return self._get_future()
 
 

@@ -34,11 +34,7 @@ class SentReference:
         self.reference = reference
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how a pickler of torch's pickles it. gradwire's own uses the reducers of TorchPicklers.
-
-        Raises:
-            RRefError: it is not pickled into a call.
-        """
+        """Returns how a pickler of torch's pickles it, into a call. gradwire's has reducers of TorchPicklers."""
         if (references := _tables.sent) is None:
             raise RRefError(
                 f"{self.reference} cannot be serialized outside a call: pass it as an argument, or return it"

@@ -28,11 +28,7 @@ _OPTIM = "torch.distributed.optim"
 def provide(patches: Patches) -> list[str]:
     """Makes those modules that this torch does not have, and gives names to those that it has without any.
 
-    Args:
-        patches: undoes what is done to modules of torch.
-
-    Returns:
-        The names of the modules that have been made, in `sys.modules`.
+    Returns the names of those that have been made, in `sys.modules`; `patches` undoes the rest.
     """
     tables: dict[str, Names] = {}
     if not _is_available(_RPC):

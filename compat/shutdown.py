@@ -69,9 +69,7 @@ def all_gather(
 def delete_references() -> None:
     """Releases all references of this worker to values of others. Using them afterwards is an error.
 
-    Logs a warning if some cannot be released in time: a running call keeps the references it uses, and shutdown
-        waits
-    for running calls later.
+    Logs a warning if some cannot be released in time: a running call keeps those that it uses.
     """
     try:
         current_agent().extension(References).release_all(RELEASE_TIMEOUT_S)

@@ -60,9 +60,7 @@ def reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:
 def scriptable_module(interface: type, call: Callable[..., torch.futures.Future[Any]]) -> nn.Module:
     """Returns a module with `forward` and `forward_async` that `torch.jit.script` can compile.
 
-    Args:
-        interface: a TorchScript interface, whose `forward` declares the types.
-        call: starts the call that both methods make; gets all arguments by position, and returns a future.
+    The `forward` of the interface declares the types; `call` starts the call that both methods make.
     """
     declaration = interface.forward  # type: ignore[attr-defined]
     signature = inspect.signature(declaration, eval_str=True)
@@ -112,14 +110,7 @@ class _Method(ScriptMethodStub):
 
     @classmethod
     def from_declaration(cls, declaration: Any, name: str, statement: str, names: dict[str, Any]) -> "_Method":
-        """Makes a method with the parameters of `declaration`.
-
-        Args:
-            declaration: a function with annotations.
-            name: the method's name.
-            statement: the source of its body.
-            names: the values of the names in the body.
-        """
+        """Makes a method with the parameters of a function; its body is a statement with these names."""
         parsed = parse_def(declaration)  # type: ignore[no-untyped-call]
         definition = parsed.ast.body[0]
         definition.body = ast.parse(statement).body

@@ -57,9 +57,7 @@ class ParameterGroup:
 def parse_groups(params_rref: Iterable[Any]) -> list[ParameterGroup]:
     """Returns the parameter groups in an iterable of RRefs (one group) or of dictionaries as in torch.optim.
 
-    Raises:
-        TypeError: `params_rref` or a group is something else.
-        ValueError: a group has no "params", or there is no parameter at all.
+    Raises TypeError or ValueError if it is something else, or has no parameters.
     """
     items = _as_list(params_rref, "params_rref")
     if items and isinstance(items[0], Mapping):

@@ -102,12 +102,7 @@ class OwnedValue:
         return bool(self._outcomes) and type(self._outcomes[0][0]) not in WITHOUT_FINALIZER
 
     def value(self) -> Any:
-        """Returns the value, which must be there.
-
-        Raises:
-            RRefError: it is not: the request that uses it has not named it among those that it waits for.
-            Exception: the error of the entry.
-        """
+        """Returns the value, which must be there. Raises RRefError if it is not, or the error of the entry."""
         if not self._outcomes:
             raise RRefError(f"the value of reference {self.id} is not there, and the request does not wait for it")
         value, error = self._outcomes[0]
@@ -159,9 +154,7 @@ class OwnedValue:
     def wait(self, seconds: float, blocking: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
         """Waits for the value and returns it; if it is not there, in the context that `blocking` makes.
 
-        Raises:
-            ValueTimeoutError: the value was not there within these seconds; 0 is no timeout.
-            Exception: the error of the entry.
+        Raises ValueTimeoutError if it is not there within these seconds, 0 for no timeout, or the entry's error.
         """
         if self.outcome is None:
             with blocking():
@@ -249,11 +242,7 @@ class OwnerTable:
             self._held[entry.id] = entry
 
     def get(self, identifier: GlobalId) -> OwnedValue:
-        """Returns an entry; a pending one if the creating message has yet to arrive.
-
-        Raises:
-            RRefError: there is no such entry, and none can be created any more.
-        """
+        """Returns an entry; a pending one if it is yet to be created. Raises RRefError if it never will be."""
         entry = self._forked.get(identifier)
         if entry is not None:
             return entry
@@ -271,11 +260,7 @@ class OwnerTable:
             self._mark_created(entry)
 
     def begin_creation(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
-        """Notes that the creating message has arrived, and counts its fork.
-
-        Raises:
-            RRefError: it has arrived before, or as in `add_fork`.
-        """
+        """Notes that the creating message has arrived, and counts its fork. Raises RRefError if it had before."""
         with self._lock:
             known = self._forked.get(identifier) or self._held.get(identifier)
             if known is not None and known.is_created:
@@ -287,21 +272,14 @@ class OwnerTable:
             return entry
 
     def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
-        """Counts a fork of a holder, and returns the entry.
-
-        Raises:
-            RRefError: the holder is lost, another worker holds the fork, or as in `get`.
-        """
+        """Counts a fork, and returns the entry. Raises RRefError if the holder is lost or another, or as `get`."""
         with self._lock:
             return self._add_fork(identifier, fork, holder)
 
     def remove_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> None:
-        """Removes a fork, and has the entry deleted with its last one.
+        """Removes a fork, unless it was with a lost holder, and has the entry deleted with its last one.
 
-        Does nothing if the fork was removed together with a lost holder.
-
-        Raises:
-            RRefError: another worker holds the fork.
+        Raises RRefError if another worker holds the fork.
         """
         with self._lock:
             entry = self._forked.get(identifier)  # lives longer than the lock is held: values may have finalizers

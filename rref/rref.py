@@ -212,11 +212,7 @@ class RRef(Generic[T_co]):
         return RRefProxy(partial(self._call_remote, timeout))
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future that is done when the call that makes the value has ended; fails if it times out.
-
-        Raises:
-            RRefError: this worker did not create the reference by `remote`.
-        """
+        """Returns a future that is done when the call of `remote` that makes the value has ended, or times out."""
         creation = self._handle.creation
         if creation is None:
             raise RRefError(f"{self} was not created by a call of remote() on this worker, so it has no future")
@@ -225,12 +221,7 @@ class RRef(Generic[T_co]):
         return creation
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Returns the type of the value. The owner is asked once.
-
-        Args:
-            timeout: seconds within which the owner must answer, 0 for no timeout. By default that of the options.
-            blocking: return the type itself, else a future of it.
-        """
+        """Returns the type of the value, for which the owner is asked once; a future of it if not `blocking`."""
         if self._type is None and self.is_owner():
             self._type = torch.futures.Future()
             self._type.set_result(type(self.local_value()))
@@ -295,12 +286,7 @@ class RRef(Generic[T_co]):
         return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")
 
     def _value_here(self) -> Any:
-        """Returns the value, for which the request that uses it has waited, on its owner.
-
-        Raises:
-            RRefError: this worker does not own the value, or the request has not waited for it.
-            Exception: the error of the call that was to make the value.
-        """
+        """Returns the value, for which the request that uses it has waited, on its owner. Raises its error."""
         handle = self._handle
         return handle.entry.value() if isinstance(handle, OwnerHandle) else self.local_value()
 

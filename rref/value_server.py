@@ -91,12 +91,7 @@ class ValueServer:
         self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
 
     def begin_creation(self, message: Incoming) -> OwnedValue:
-        """Returns the entry of the value that an arriving RREF_CREATE message is to make.
-
-        Raises:
-            ValueError: the ids in it are not the sender's.
-            RRefError: the value exists already.
-        """
+        """Returns the entry of the value that an arriving RREF_CREATE message is to make, which must be new."""
         created, source = message.envelope.created, message.source.wire_id
         identifier, fork = GlobalId((created.worker_id, created.number)), GlobalId((source, created.fork))
         if identifier.worker != source or created.owner != self._agent.info.wire_id:

@@ -26,12 +26,7 @@ class ClockReading:
 
 
 def read_clock(ask: Callable[[], int], clock: Callable[[], int] = time.time_ns) -> ClockReading:
-    """Measures how far another clock is ahead.
-
-    Args:
-        ask: returns the time by the other clock, in nanoseconds.
-        clock: the clock here.
-    """
+    """Measures how far another clock, which `ask` reads, is ahead of the one here; both count nanoseconds."""
     readings = []
     for _ in range(EXCHANGES):
         asked = clock()

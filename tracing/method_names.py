@@ -35,12 +35,7 @@ class MethodNames:
         self._known: dict[Any, Method] = {}
 
     def of(self, kind: MessageType.ValueType, value: Any) -> Method:
-        """Returns the method of a call.
-
-        Args:
-            kind: of the message.
-            value: what it carries: for a call, a tuple that begins with the function and its positional arguments.
-        """
+        """Returns the method of a message of this kind, whose value begins with a function if it is a call."""
         key = operation_key(kind, value)
         if kind in FUNCTION_KINDS and key[1] is None:
             return _method(kind, value)  # one type for many functions

@@ -147,12 +147,7 @@ MAX_NS = 1 << 63
 
 
 def encode(recording: Recording, max_bytes: int = MAX_BYTES) -> bytes:
-    """Returns a recording as bytes. What began last is left out if it has too many.
-
-    Args:
-        recording: what is left out of it is counted in it.
-        max_bytes: of the JSON, at least MIN_BYTES.
-    """
+    """Returns a recording as bytes. If its JSON has too many, what began last is left out, and counted in it."""
     kept: dict[str, list[str]] = {name: [] for name in LISTS}
     nbytes = MIN_BYTES // 2  # for the other fields
     as_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -183,12 +178,7 @@ def _timed(recording: Recording) -> Iterator[tuple[float, str, object]]:
 def decode(data: object, max_bytes: int = MAX_BYTES) -> Recording:
     """Returns the recording that another worker has encoded. Events that are malformed are left out.
 
-    Args:
-        data: what the worker has answered.
-        max_bytes: of the JSON, as the worker was asked for.
-
-    Raises:
-        ValueError: the bytes are no recording, or too large a one.
+    Raises ValueError if the data are no recording, or one whose JSON is too large.
     """
     if not isinstance(data, bytes):
         raise ValueError(f"malformed recording: it is of type {type(data).__name__}")
