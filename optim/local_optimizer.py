@@ -11,6 +11,7 @@ import torch
 from ..autograd import get_gradients
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.exposure import expose, message_value
+from ..torch_internals import tree_map_only
 from .parameter_groups import Options, ParameterGroup, options_of
 
 __all__ = ["LocalOptimizer", "OptimizerDescription", "ParameterState", "check_leaves"]
@@ -105,7 +106,11 @@ class LocalOptimizer:
         with _step_lock:
             self._set_options(changes)
             saved = self._optimizer.state_dict()
-            return _copy_to_cpu(saved["state"]), [_copy_to_cpu(options_of(each)) for each in saved["param_groups"]]
+            found = saved["state"], [options_of(each) for each in saved["param_groups"]]
+            copies: tuple[ParameterState, list[Options]] = tree_map_only(
+                torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), found
+            )
+            return copies
 
     def load_state_dict(self, state: ParameterState, groups: Sequence[Options]) -> None:
         """Sets the parameters' state and the groups' options; both may come from other owners."""
@@ -156,13 +161,3 @@ def _check_options(
     except Exception as error:
         error.add_note(f"in the options of the group with {label} on worker {current_agent().info.name!r}")
         raise
-
-
-def _copy_to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_cpu(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy_to_cpu(item) for item in value)
-    return value

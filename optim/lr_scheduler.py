@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat, final
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
+from ..torch_internals import tree_map_only
 from .checkpoint import check_class, qualified_name
 from .distributed_optimizer import DistributedOptimizer
 
@@ -55,11 +56,8 @@ class DistributedLRScheduler:
             raise TypeError(f"scheduler_class is {scheduler_class!r}: give a class of torch.optim.lr_scheduler")
         if scheduler_class is ChainedScheduler:
             scheduler_class = _chain
-        scheduler: object = scheduler_class(
-            optimizer._options,
-            *[_unwrap(value) for value in args],
-            **{name: _unwrap(value) for name, value in kwargs.items()},
-        )
+        args, kwargs = tree_map_only(DistributedLRScheduler, lambda each: each._scheduler, (args, kwargs))
+        scheduler: object = scheduler_class(optimizer._options, *args, **kwargs)
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(
                 f"scheduler_class made a {type(scheduler).__name__}: give a class of torch.optim.lr_scheduler, "
@@ -125,12 +123,3 @@ class DistributedLRScheduler:
 def _chain(optimizer: torch.optim.Optimizer, schedulers: Sequence[LRScheduler]) -> LRScheduler:
     """Makes a ChainedScheduler; unlike all other schedulers, it takes the optimizer last."""
     return ChainedScheduler(schedulers, optimizer)
-
-
-def _unwrap(value: Any) -> Any:
-    """Replaces DistributedLRSchedulers in an argument by the torch schedulers inside them."""
-    if isinstance(value, DistributedLRScheduler):
-        return value._scheduler
-    if type(value) in (list, tuple):
-        return type(value)(_unwrap(item) for item in value)
-    return value
