@@ -1,11 +1,12 @@
 """Calls a function as soon as a module has been imported, through a finder on sys.meta_path.
 
-Uses the standard library only: sitecustomize loads this file by its path, in processes that may never import
-torch.
+Uses the standard library only: sitecustomize runs this file in processes that may never import torch, so that they
+have the compatibility layer installed as soon as they do.
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -72,3 +73,24 @@ def _find_spec(
 
 def _is_initializing(module: types.ModuleType) -> bool:
     return getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _install(module: object) -> None:
+    # If gradwire is being imported and has imported torch, wait until the import of gradwire is done.
+    if "gradwire" in sys.modules and module is not sys.modules["gradwire"]:
+        return
+    try:
+        from gradwire import compat
+        from gradwire.compat.launch import inherited_defaults
+    except ModuleNotFoundError as error:
+        message = (
+            f"{sys.executable} was started by a program that runs on gradwire, but cannot import gradwire: "
+            f"install it there, or remove {os.path.join(os.path.dirname(__file__), 'site')} from PYTHONPATH"
+        )
+        raise ImportError(message) from error
+    compat.install(**inherited_defaults(os.environ))
+
+
+if __name__ == "gradwire_startup":  # `import torch` imports torch.distributed.rpc
+    for _name in ("torch", "gradwire"):
+        call_on_import(_name, _install)

@@ -13,9 +13,9 @@ _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _here]
 
 if sys.version_info >= (3, 11):  # noqa: UP036 - older ones run this file, too
-    _startup = os.path.join(os.path.dirname(_here), "startup.py")
-    with open(_startup) as _file:
-        exec(compile(_file.read(), _startup, "exec"), {"__name__": "gradwire_startup", "__file__": _startup})  # noqa: S102 - a file of gradwire
+    _path = os.path.join(os.path.dirname(_here), "import_hooks.py")
+    with open(_path) as _file:
+        exec(compile(_file.read(), _path, "exec"), {"__name__": "gradwire_startup", "__file__": _path})  # noqa: S102 - a file of gradwire
 
 _own = sys.modules.pop("sitecustomize")
 try:
