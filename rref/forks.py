@@ -135,18 +135,34 @@ class References(ReferenceExtension):
         return OwnerHandle(self.agent, entry)
 
     def create(
-        self, owner: WorkerInfo, call: CreationCall, timeout: float | None, needed: Sequence[GlobalId] = ()
+        self,
+        owner: WorkerInfo,
+        call: CreationCall,
+        timeout: float | None,
+        needed: Sequence[GlobalId] = (),
+        keep: object = None,
     ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once."""
         identifier, fork_id = self._new_id(), self._new_id()
-        request = self._creation_request(owner, identifier, fork_id, call, timeout, needed)
+        seconds = self.agent.rpc_timeout if timeout is None else timeout
+
+        def add_header(envelope: agent_pb2.Envelope) -> None:
+            created = envelope.created
+            created.worker_id, created.number = identifier
+            created.fork, created.owner = fork_id.number, owner.wire_id
+            # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
+            envelope.answer_can_wait = self._can_wait and not 0 < seconds < MIN_WAITING_TIMEOUT_S
+            if needed:
+                name_needed(needed, envelope)
+
+        request = Request(RREF_CREATE, call, timeout, CALL_PARTS, add_header, keep)
         if owner.wire_id == self.agent.info.wire_id:
             return self._create_here(identifier, fork_id, request)
         fork = Fork(identifier, fork_id, owner, is_creator=True)
         handle = self._handle_of(fork)
         self._creating.add(identifier)
         try:
-            request.keep = fork.keep_alive
+            request.keep = fork.keep_alive, keep
             fork.creation = self._request_creation(owner, request)
         except BaseException:
             self._remove_fork(fork)
@@ -171,28 +187,6 @@ class References(ReferenceExtension):
             raise
         creation.add_done_callback(on_done)
         return OwnerHandle(self.agent, entry, creation)
-
-    def _creation_request(
-        self,
-        owner: WorkerInfo,
-        identifier: GlobalId,
-        fork: GlobalId,
-        call: CreationCall,
-        timeout: float | None,
-        needed: Sequence[GlobalId],
-    ) -> Request:
-        seconds = self.agent.rpc_timeout if timeout is None else timeout
-
-        def add_header(envelope: agent_pb2.Envelope) -> None:
-            created = envelope.created
-            created.worker_id, created.number = identifier
-            created.fork, created.owner = fork.number, owner.wire_id
-            # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
-            envelope.answer_can_wait = self._can_wait and not 0 < seconds < MIN_WAITING_TIMEOUT_S
-            if needed:
-                name_needed(needed, envelope)
-
-        return Request(RREF_CREATE, call, timeout, CALL_PARTS, add_header)
 
     def _request_creation(self, owner: WorkerInfo, request: Request) -> Future[Any]:
         future = self.agent.request(owner, request)

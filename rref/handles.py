@@ -175,12 +175,17 @@ class ReferenceExtension(Extension):
 
     @abstractmethod
     def create(
-        self, owner: WorkerInfo, call: CreationCall, timeout: float | None, needed: Sequence[GlobalId] = ()
+        self,
+        owner: WorkerInfo,
+        call: CreationCall,
+        timeout: float | None,
+        needed: Sequence[GlobalId] = (),
+        keep: object = None,
     ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once.
 
         The timeout is in seconds, 0 for none, None for that of the options. The call waits there for the values
-        that it needs.
+        that it needs; `keep` is kept alive until it has ended.
         """
 
     @abstractmethod

@@ -40,19 +40,20 @@ def create_value(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
     needed: Sequence[GlobalId] = (),
+    keep: object = None,
 ) -> Handle:
     """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`.
 
-    The call waits there, without a thread, for the values that it needs.
+    The call waits there, without a thread, for the values that it needs; `keep` is kept alive until it has ended.
     """
     agent = current_agent()
     owner = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     if not profiler_enabled():
-        return references_of(agent).create(owner, call, seconds, needed)
+        return references_of(agent).create(owner, call, seconds, needed, keep)
     with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
-        return references_of(agent).create(owner, call, seconds, needed)
+        return references_of(agent).create(owner, call, seconds, needed, keep)
 
 
 def request_method(
@@ -64,7 +65,7 @@ def request_method(
     kwargs: Mapping[str, Any],
 ) -> Future[Any]:
     """Calls a method of a value on its owner; returns a future of the result."""
-    return _request(handle, _call_method_by_id, (name, args, kwargs), timeout, mode, name)
+    return _request(handle, call_method, (name, args, kwargs), timeout, mode, name)
 
 
 def request_type(handle: Handle, timeout: float) -> Future[type]:
@@ -109,20 +110,6 @@ def _request(
 
 
 def _call_method_guarded(
-    guard: MethodGuard, rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    value = rref._value_here()
-    guard(value, name)
-    return _run_method(value, name, args, kwargs)
-
-
-@guarded_by(_call_method_guarded)
-def call_method(rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a method of the value of a reference. The request names it among the values that it needs."""
-    return _run_method(rref._value_here(), name, args, kwargs)
-
-
-def _call_method_by_id_guarded(
     guard: MethodGuard,
     identifier: tuple[int, int],
     name: str,
@@ -134,10 +121,9 @@ def _call_method_by_id_guarded(
     return _run_method(value, name, args, kwargs)
 
 
-@guarded_by(_call_method_by_id_guarded)
-def _call_method_by_id(
-    identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+@guarded_by(_call_method_guarded)
+def call_method(identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a method of a value of this worker."""
     return _run_method(_value(identifier), name, args, kwargs)
 
 
@@ -186,13 +172,10 @@ def _value(identifier: tuple[int, int]) -> Any:
     return references_of(current_agent()).entry(GlobalId(identifier)).value()
 
 
-_METHOD_CALLS = (_call_method_by_id, _call_method_by_id_guarded, call_method, _call_method_guarded)
-
-
 def method_of_call(call: Any) -> str | None:
     """Returns which method of a reference's value a call runs; None if it is another call, or malformed."""
     function = call[0].func if type(call[0]) is partial else call[0]  # a policy binds its guard
-    if not any(function is each for each in _METHOD_CALLS):
+    if function is not call_method and function is not _call_method_guarded:
         return None
     args = call[1] if len(call) > 1 else ()
     name = args[1] if isinstance(args, tuple | list) and len(args) > 1 else None

@@ -258,14 +258,16 @@ class RRef(Generic[T_co]):
     ) -> "RRef[Any]":
         # A missing attribute is an error now, not when the result is fetched. So is the time-out of a creation.
         handle, asked = self._handle, self._type
+        handle.check_usable(self, "fork an UserRRef")
         kind = None if asked is None or not asked.done() or error_of(asked) is not None else asked.value()
         if kind is None or not hasattr(kind, name):
             policy = handle.agent.options.policy.of(handle.owner.name)
             # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
             if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
                 check_attribute(handle, name, timeout)
-        call = (self, name, args, kwargs)
-        return RRef._of(create_value(handle.owner, call_method, call, None, timeout, (handle.id,)))
+        call = (tuple(handle.id), name, args, kwargs)
+        kept = handle.keep_alive
+        return RRef._of(create_value(handle.owner, call_method, call, None, timeout, (handle.id,), kept))
 
     def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
         try:
