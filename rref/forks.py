@@ -125,7 +125,7 @@ class References(ReferenceExtension):
 
     def entry(self, identifier: GlobalId) -> OwnedValue:
         """Returns the entry of a value that this worker owns. Raises RRefError as `OwnerTable.get`."""
-        return self.values.entry(identifier)
+        return self.table.get(identifier)
 
     def own(self, value: Any) -> OwnerHandle:
         """Returns a handle to a value that is given to this worker."""
@@ -298,7 +298,7 @@ class References(ReferenceExtension):
 
     def _accept_as_owner(self, sender: WorkerInfo, identifier: GlobalId, fork_id: GlobalId) -> OwnerHandle:
         try:
-            entry = self.entry(identifier)
+            entry = self.table.get(identifier)
             self.table.note_handle(entry)
         except RRefError as error:  # lost with the worker that had it first; raised on use
             entry = OwnedValue(identifier)
@@ -378,7 +378,7 @@ class References(ReferenceExtension):
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         value, fork_id = GlobalId.pair_from_payload(payload)
-        self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
+        self.table.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
         if (identifier := GlobalId.from_payload(payload)) not in self._creating:

@@ -97,22 +97,19 @@ class Fork:
 class OwnerHandle:
     """A handle on the owner of a value. Keeps the value."""
 
-    __slots__ = ("agent", "creation", "entry", "id", "owner")
+    __slots__ = ("agent", "creation", "entry", "id", "keep_alive", "owner")
 
     def __init__(self, agent: RpcAgent, entry: OwnedValue, creation: Future[Any] | None = None) -> None:
         self.agent = agent
         self.entry = entry
+        self.keep_alive = entry
+        """The object that a request which names the value keeps alive until it has ended."""
         self.creation = creation
         """Done when the call that makes the value has ended, if this handle is from `remote`."""
         self.id = entry.id
         """The id of the value."""
         self.owner = agent.info
         """The worker that owns the value."""
-
-    @property
-    def keep_alive(self) -> object:
-        """The object that a request which names the value keeps alive until it has ended."""
-        return self.entry
 
     def check_usable(self, rref: object, use: str) -> None:  # noqa: ARG002 - as in UserHandle
         """Raises the error that has kept the value from being made; not one that its function raised."""

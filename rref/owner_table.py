@@ -4,6 +4,7 @@ An entry is kept as long as any worker has a fork of it; after that, only by the
 """
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -18,7 +19,7 @@ import torch
 from ..errors import LimitReachedError, RRefError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.ctrl_c import wait_interruptibly
-from ..rpc.execution.kept_errors import copy_error, without_frames
+from ..rpc.execution.kept_errors import copy_error, printable_text, without_frames
 from .ids import GlobalId
 
 __all__ = ["AwaitedValue", "OwnedValue", "OwnerTable", "ValueTimeoutError"]
@@ -32,6 +33,9 @@ MAX_AWAITED = 1 << 16
 
 WITHOUT_FINALIZER = frozenset({torch.Tensor, int, float, bool, str, bytes, type(None)})
 """Classes of values that are deleted where their last fork is, without waking a thread."""
+
+
+log = logging.getLogger(__name__)
 
 
 class _TooManyAwaitedError(LimitReachedError, RRefError):
@@ -242,12 +246,17 @@ class OwnerTable:
             self._held[entry.id] = entry
 
     def get(self, identifier: GlobalId) -> OwnedValue:
-        """Returns an entry; a pending one if it is yet to be created. Raises RRefError if it never will be."""
+        """Returns an entry; a pending one if it is yet to be created, for which its creator is asked.
+
+        Raises RRefError if it never will be.
+        """
         entry = self._forked.get(identifier)
-        if entry is not None:
-            return entry
-        with self._lock:
-            return self._get(identifier)
+        if entry is None:
+            with self._lock:
+                entry = self._get(identifier)
+        if not entry.is_created:
+            self.ask_creator(entry)
+        return entry
 
     def is_there(self, identifier: GlobalId) -> bool:
         """Returns whether the value with this id has forks, and is there or has failed; takes no lock."""
@@ -307,8 +316,34 @@ class OwnerTable:
                 if worker == holder and fork.worker == self._worker
             ]
 
-    def fail_awaited(self, identifier: GlobalId, error: RRefError) -> bool:
-        """Fails an entry whose creating message will not arrive; returns False if it has arrived by now."""
+    def ask_creator(self, entry: OwnedValue) -> None:
+        """Asks the creator of an awaited value whether its creating message is still to arrive.
+
+        If it is not, the entry fails. The question also makes this worker notice the loss of the creator.
+        """
+        if entry.is_created or entry.id.worker == self._agent.info.wire_id:
+            return
+        # In this order, without a lock: `answered` looks at this after it has cleared `is_asked_for`. Two threads
+        # may both ask, of which one would do.
+        entry.must_ask_again = True
+        if entry.is_asked_for:
+            return
+        entry.is_asked_for = True
+        entry.must_ask_again = False
+        creator, identifier = self._agent.incarnation(entry.id.worker), entry.id
+
+        def answered(error: Exception | None) -> None:
+            entry.is_asked_for = False
+            # Mostly the creating message has arrived meanwhile, and the value has been deleted since.
+            if isinstance(error, RRefError) and self._fail_awaited(identifier, error):
+                log.warning("a message names a value that will not be created: %s", printable_text(error))
+            elif entry.must_ask_again:
+                self.ask_creator(entry)
+
+        self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
+
+    def _fail_awaited(self, identifier: GlobalId, error: RRefError) -> bool:
+        """Fails an entry whose creating message will not arrive; returns False if it has by now."""
         with self._lock:
             entry = self._awaited.pop(identifier, None)
             if entry is None:

@@ -1,7 +1,6 @@
 """The owner's side of requests for values: creating them, and sending copies."""
 
 import concurrent.futures
-import logging
 from functools import partial
 from typing import Any, final
 
@@ -10,7 +9,6 @@ from ..proto.v1 import agent_pb2
 from ..rpc.calls.handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
-from ..rpc.execution.kept_errors import printable_text
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
 from .ids import GlobalId
@@ -21,8 +19,6 @@ __all__ = ["ValueServer"]
 MAX_WAITING_BYTES = 4096
 """Bytes of the arguments of a creation whose answer may wait: until then, they are in flight."""
 
-log = logging.getLogger(__name__)
-
 
 @final
 class ValueServer:
@@ -31,13 +27,6 @@ class ValueServer:
     def __init__(self, agent: RpcAgent, table: OwnerTable) -> None:
         self._agent = agent
         self._table = table
-
-    def entry(self, identifier: GlobalId) -> OwnedValue:
-        """Returns the entry that a message from another worker names. Raises RRefError as `OwnerTable.get`."""
-        entry = self._table.get(identifier)
-        if not entry.is_created:
-            self.ask_creator(entry)
-        return entry
 
     def awaited_by(self, envelope: agent_pb2.Envelope) -> list[AwaitedValue]:
         """Returns what a request waits for: see `Extension.wait_before_run`.
@@ -59,36 +48,10 @@ class ValueServer:
     def _awaited_value(self, identifier: GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
         """Returns what waits for a value, if that is to come. If there is no such value, the request finds out."""
         try:
-            awaited = AwaitedValue(self.entry(identifier), is_needed)
+            awaited = AwaitedValue(self._table.get(identifier), is_needed)
         except RRefError:
             return []
         return [] if awaited.is_over else [awaited]
-
-    def ask_creator(self, entry: OwnedValue) -> None:
-        """Asks the creator of an awaited value whether its creating message is still to arrive.
-
-        If it is not, the entry fails. The question also makes this worker notice the loss of the creator.
-        """
-        if entry.is_created or entry.id.worker == self._agent.info.wire_id:
-            return
-        # In this order, without a lock: `answered` looks at this after it has cleared `is_asked_for`. Two threads
-        # may both ask, of which one would do.
-        entry.must_ask_again = True
-        if entry.is_asked_for:
-            return
-        entry.is_asked_for = True
-        entry.must_ask_again = False
-        creator, identifier = self._agent.incarnation(entry.id.worker), entry.id
-
-        def answered(error: Exception | None) -> None:
-            entry.is_asked_for = False
-            # Mostly the creating message has arrived meanwhile, and the value has been deleted since.
-            if isinstance(error, RRefError) and self._table.fail_awaited(identifier, error):
-                log.warning("a message names a value that will not be created: %s", printable_text(error))
-            elif entry.must_ask_again:
-                self.ask_creator(entry)
-
-        self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
 
     def begin_creation(self, message: Incoming) -> OwnedValue:
         """Returns the entry of the value that an arriving RREF_CREATE message is to make, which must be new."""
@@ -143,7 +106,7 @@ class ValueServer:
         if len(message.envelope.needed_values) != 1:
             raise ValueError("malformed message: it does not name one value")
         needed = message.envelope.needed_values[0]
-        entry = self.entry(GlobalId((needed.worker_id, needed.number)))
+        entry = self._table.get(GlobalId((needed.worker_id, needed.number)))
         outcome = entry.outcome
         if outcome is None or outcome[1] is None:
             return entry.value()

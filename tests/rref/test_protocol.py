@@ -83,7 +83,7 @@ def test_asking_for_a_value_that_has_been_deleted_meanwhile_is_no_failure(agents
     """The owner asks whether a value will be created that has been created and deleted meanwhile."""
     creator, owner = agents(2)
     identifier = GlobalId((creator.info.id, 1000))
-    owner.extension(References).values.ask_creator(OwnedValue(identifier))
+    owner.extension(References).table.ask_creator(OwnedValue(identifier))
     wait_until(lambda: owner.control.pending() == 0)
     assert not caplog.records
 
