@@ -101,7 +101,8 @@ class Context:
         self._lock = threading.Lock()
         self._is_released = False
         self._reached: set[int] = set()
-        self._message_count = 0
+        self.message_count = 0
+        """How many messages got a gate so far; their ids are the numbers below."""
         self._gates: dict[int, torch.Tensor] = {}
         """By message id."""
         self._destinations: dict[int, int] = {}
@@ -137,8 +138,8 @@ class Context:
                 return None
             if destination != self.agent.info.wire_id:
                 self._reached.add(destination)
-            message_id = self._message_count
-            self._message_count += 1
+            message_id = self.message_count
+            self.message_count += 1
             self._gates[message_id] = apply_with_grad(SendRpc, self, message_id, *tensors)
             self._destinations[message_id] = destination
             return message_id, closure
@@ -169,12 +170,6 @@ class Context:
             return sends, list(self._receives), list(self._reached)
 
     @property
-    def reached(self) -> set[int]:
-        """The ids of the other workers that this one has sent messages of the context to."""
-        with self._lock:
-            return set(self._reached)
-
-    @property
     def send_nodes(self) -> dict[tuple[int, int], Any]:
         """The `SendRpc` node of each message that this worker sent, by receiver and message id."""
         with self._lock:
@@ -187,11 +182,6 @@ class Context:
             return dict(self._receives)
 
     # Backward.
-
-    @property
-    def message_count(self) -> int:
-        """How many messages got a gate so far; their ids are the numbers below."""
-        return self._message_count
 
     def find_send(self, message_id: int) -> tuple[torch.Tensor, int]:
         """Returns the gate of a message, and the id of its receiver. Raises AutogradError if there is none."""

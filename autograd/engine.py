@@ -102,7 +102,6 @@ class Engine:
             graph,
             message_ids.pop(self._agent.info.wire_id, []),
             one_root_at_a_time=self.one_root_at_a_time,
-            with_leaves=replicas.may_exist,
         )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
         anomaly = AnomalyMode.current() if torch.is_anomaly_enabled() else None
@@ -170,7 +169,6 @@ class Engine:
             Graph(),
             message_ids,
             one_root_at_a_time=self.one_root_at_a_time,
-            with_leaves=replicas.may_exist,
         )
         self._begin_for(message.source)
         try:

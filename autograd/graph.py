@@ -23,13 +23,11 @@ class Graph:
     __slots__ = ("leaves", "nodes", "receives")
 
     def __init__(self, starts: Iterable[Any] = ()) -> None:
-        """Args: starts: nodes."""
         self.leaves: list[Any] = []
         """The accumulation nodes of leaves."""
         self.receives: list[Any] = []
         """The `RecvRpc` nodes."""
         self.nodes: set[Any] = set()
-        """All nodes."""
         if starts:
             self.extend(starts)
 

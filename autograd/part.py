@@ -29,6 +29,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..torch_internals import profiler_enabled, run_backward
+from . import replicas
 from .backward_pass import BackwardPass, PartialGradients
 from .compression import TensorGradients
 from .context import Context
@@ -55,12 +56,11 @@ class Part:
         message_ids: Sequence[int],
         *,
         one_root_at_a_time: bool,
-        with_leaves: bool,
     ) -> None:
         """Finds out what takes part besides the roots of this worker and their graph, which is extended.
 
-        `one_root_at_a_time` runs the graph as one with nodes on several devices; `with_leaves` has sends of leaves
-        enter the engine as well, so that the graph has their leaves. Raises AutogradError if a send is unknown.
+        `one_root_at_a_time` runs the graph as one with nodes on several devices. Raises AutogradError if a send is
+        unknown.
         """
         self.graph = graph
         self.message_ids = sorted(message_ids, reverse=True)  # the order in which torch's engine runs gates
@@ -78,7 +78,8 @@ class Part:
         is_plain = not one_root_at_a_time and not profiler_enabled() and not has_devices
         for message_id in self.message_ids:
             gate, self.awaited[message_id] = context.find_send(message_id)
-            leaves = _leaves_behind(gate) if is_plain and not with_leaves else None
+            # The graph must have the leaves that may be replicated.
+            leaves = _leaves_behind(gate) if is_plain and not replicas.may_exist else None
             if leaves is None:
                 self._gates[message_id] = gate
             else:

@@ -36,7 +36,7 @@ class DistAutogradContext:
         return self._context.id
 
     def _known_worker_ids(self) -> set[int]:
-        return self._context.reached
+        return set(self._context.exchanged()[2])
 
     def _send_functions(self) -> dict[tuple[int, int], Any]:
         return self._context.send_nodes
@@ -63,7 +63,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         AutogradError: a root cannot be differentiated. This includes leaves, which gradwire itself accepts.
         RuntimeError: an operation failed in the backward pass; the message begins with its worker's id.
     """
-    if not isinstance(context_id, int) or not _are_tensors(roots):
+    are_tensors = isinstance(roots, list | tuple) and all(isinstance(root, torch.Tensor) for root in roots)
+    if not isinstance(context_id, int) or not are_tensors:
         raise TypeError(
             "backward(): incompatible function arguments: it takes (context_id: int, roots: list[torch.Tensor], "
             f"retain_graph: bool = False), and was given {context_id!r}, {roots!r}"
@@ -82,10 +83,6 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         agent = current_agent()
         worker = agent.worker(cause.worker) if isinstance(cause, RemoteError) else agent.info
         raise RuntimeError(f"Error on Node {worker.wire_id}: {error}") from error
-
-
-def _are_tensors(roots: object) -> bool:
-    return isinstance(roots, list | tuple) and all(isinstance(root, torch.Tensor) for root in roots)
 
 
 def new() -> DistAutogradContext:
