@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from gradwire import compat, rpc
-from gradwire.compat import shutdown
+from gradwire.compat import faulty, shutdown
 
 from tests.remote_functions import event, set_event
 
@@ -489,3 +489,11 @@ def test_received_modules_can_be_traced_as_fairscale_does(torch_workers):
         assert torch_rpc.remote("worker1", trace, (model,)).to_here() == ["0", "1"]
 
     a.run(on_torch_names, check)
+
+
+def test_options_of_the_faulty_backend_that_torch_lacks_are_kept(monkeypatch):
+    monkeypatch.setattr(faulty, "start_faulty_agent", lambda *args: args)
+    options = faulty.construct_options(60.0, "env://", messages_to_fail=["PYTHON_CALL"], num_fail_sends=1)
+    options.busy_poll = 0
+    *_, faults, _ = faulty.start(None, "worker0", 0, 1, options)
+    assert (faults.busy_poll, faults.messages_to_fail, faults.num_fail_sends) == (0, ["CALL"], 1)
