@@ -49,9 +49,6 @@ from .wire.attached import embed
 
 __all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 
-DELAYED_TICKET = -1
-"""The ticket of a delayed envelope, which cannot be withdrawn."""
-
 
 def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
@@ -195,17 +192,17 @@ class _FaultyTransport:
         self._delayed: dict[asyncio.TimerHandle, bytes] = {}
         """The delayed envelopes. Used on the event loop only."""
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         names = _names(envelope)
         if self._faults.should_fail(names):
             raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
         if delay := self._faults.delay(names):
             self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, embed(envelope, attached))
-            return DELAYED_TICKET
-        return self._transport.send(envelope, attached)
+        else:
+            self._transport.send(envelope, attached)
 
-    def withdraw(self, ticket: int, beginning: bytes) -> bool:
-        return ticket != DELAYED_TICKET and self._transport.withdraw(ticket, beginning)
+    def withdraw(self, beginning: bytes) -> bool:
+        return self._transport.withdraw(beginning)
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         self._transport.read_answer(future, waiter)

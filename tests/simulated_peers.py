@@ -31,10 +31,10 @@ class SilentTransport:
     def connect(self) -> None:
         pass
 
-    def send(self, _envelope: bytes, _attached: object = ()) -> int:
-        return 0
+    def send(self, _envelope: bytes, _attached: object = ()) -> None:
+        pass
 
-    def withdraw(self, _ticket: int, _beginning: bytes) -> bool:
+    def withdraw(self, _beginning: bytes) -> bool:
         return False
 
     def break_off(self, _reason: str) -> None:

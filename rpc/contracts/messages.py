@@ -116,8 +116,6 @@ class Outgoing:
     leaves: AbstractSet[int] = frozenset()
     """Indices of the tensors that arrive as leaves of the autograd graph: Parameters of modules."""
     # Set when it is sent.
-    ticket: int = -1
-    """What the transport calls the envelope, to take it back."""
     payloads: Sequence[agent_pb2.Payload] = ()
     """The payloads that are not in the envelope."""
     nbytes: int = 0

@@ -31,11 +31,10 @@ from ..contracts.messages import Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..transports.base import Transport, TransportClosedError
-from ..transports.ended import ENDED
 from ..transports.grpc_stream import GrpcStream
 from ..transports.grpc_streams import GrpcStreams
-from ..transports.loopback import LoopbackTransport
 from ..transports.sockets import TCP, UNIX
+from ..transports.unconnected import ENDED, LoopbackTransport
 from .absence import Absence
 from .backlog import Backlog
 from .changes import Changes
@@ -247,11 +246,8 @@ class Peer:
         if (absence := self.absence) is not None:
             raise absence.as_error(self.info.name)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         """Queues an envelope, and the bytes that are attached to it.
-
-        Returns:
-            A ticket for `withdraw`.
 
         Raises:
             WorkerLostError: the worker is lost.
@@ -262,7 +258,7 @@ class Peer:
         if len(envelope) > LARGE_BYTES:
             check_size(envelope, attached)
         try:
-            return self.transport.send(envelope, attached)
+            self.transport.send(envelope, attached)
         except TransportClosedError as error:
             absence = self.absence
             if absence is None:  # the event loop is about to learn it
@@ -272,11 +268,10 @@ class Peer:
 
     def withdraw(self, message: Outgoing) -> bool:
         """Takes a message back if nothing of it is on its way; on the loop if it has payloads apart."""
+        beginning = message.beginning()
         if not message.payloads:
-            return self.transport.withdraw(message.ticket, message.beginning())
-        return self.channels.withdraw(
-            message.payloads, lambda: self.transport.withdraw(message.ticket, message.beginning())
-        )
+            return self.transport.withdraw(beginning)
+        return self.channels.withdraw(message.payloads, lambda: self.transport.withdraw(beginning))
 
     def queued_bytes(self) -> int:
         """Returns the bytes for it, except in shared memory, that the operating system has not taken yet."""

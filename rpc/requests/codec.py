@@ -161,7 +161,7 @@ class Codec:
             try:
                 if peer.control.is_waiting:
                     self._control.take_along(peer.control, envelope)
-                message.ticket = peer.send(envelope.SerializeToString())
+                peer.send(envelope.SerializeToString())
             except Exception:
                 self._put_back(peer, message, tensors)
                 raise
@@ -190,7 +190,7 @@ class Codec:
         try:
             # Now: the receiver may ask for the counts at once.
             peer.traffic.sent_by_channel(writer.nbytes, writer.inline_nbytes, writer.external_nbytes)
-            message.ticket = peer.send(data, writer.attached)
+            peer.send(data, writer.attached)
         except RpcError:  # after what a signal handler raises, the message may be on its way
             writer.abort()
             self._put_back(peer, message, tensors)

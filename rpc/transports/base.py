@@ -50,27 +50,18 @@ class Transport(Protocol):
     def queued_bytes(self) -> int:
         """Bytes of envelopes that have been sent by `send` and that the operating system has not taken yet."""
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`, and the bytes that are attached to it.
 
-        These must not change before they are written.
-
-        The queue has no bound of its own: it holds calls, which are bounded while they are in flight, and what
-        answers and accompanies calls.
-
-        Returns:
-            A ticket for `withdraw`.
+        These must not change before they are written. The queue has no bound of its own: it holds calls, which are
+        bounded while they are in flight, and what answers and accompanies calls.
 
         Raises:
             TransportClosedError: the connection is closed, and the envelope is not sent.
         """
 
-    def withdraw(self, ticket: int, beginning: bytes) -> bool:
-        """Removes an envelope from the queue, if nothing of it has been sent.
-
-        Args:
-            ticket: what `send` has returned.
-            beginning: the first BEGINNING_BYTES of the envelope.
+    def withdraw(self, beginning: bytes) -> bool:
+        """Removes the envelope with this beginning, of BEGINNING_BYTES, from the queue, if nothing of it was sent.
 
         Returns:
             Whether it was removed. If not, the peer may receive it.

@@ -43,7 +43,7 @@ from .grpc_calls import (
 )
 from .handshake import MAX_CONNECTION
 from .life_signs import process_at, process_runs
-from .outbox import SENT_TICKET, Outbox
+from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_pulse import StreamPulse
 from .stream_socket import StreamSocket
@@ -108,22 +108,21 @@ class GrpcStream:
         """Bytes of envelopes that are not on their way."""
         return self.outbox.queued_bytes
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         """Sends an envelope, or queues it."""
-        if (connection := self.outbox.socket) is not None:
-            try:
-                connection.send(envelope, attached)
-            except BrokenPipeError:
-                raise TransportClosedError(self.outbox.closed_reason or CLOSED) from None
-            return SENT_TICKET
-        ticket = self.outbox.send(envelope, attached)
-        if ticket != SENT_TICKET and self._is_asleep:
-            self._loop.call_soon_threadsafe(self._start_or_wake)
-        return ticket
+        connection = self.outbox.socket or self.outbox.put(envelope, attached)
+        if connection is None:
+            if self._is_asleep:
+                self._loop.call_soon_threadsafe(self._start_or_wake)
+            return
+        try:
+            connection.send(envelope, attached)
+        except BrokenPipeError:
+            raise TransportClosedError(self.outbox.closed_reason or CLOSED) from None
 
-    def withdraw(self, ticket: int, beginning: bytes) -> bool:
+    def withdraw(self, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if it is there."""
-        return self.outbox.withdraw(ticket, beginning)
+        return self.outbox.withdraw(beginning)
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read the socket, if there is one."""

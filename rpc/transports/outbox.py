@@ -1,8 +1,7 @@
 """The envelopes for one peer that are not on their way yet, and the socket that they go by if there is one."""
 
-import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -10,15 +9,12 @@ from ...proto.v1 import agent_pb2
 from ..wire.attached import embed
 from ..wire.parsing import bytes_field
 from .base import BEGINNING_BYTES, Connecting, TransportClosedError
-from .envelope_socket import CLOSED, EnvelopeSocket
+from .envelope_socket import EnvelopeSocket
 
-__all__ = ["SENT_TICKET", "Outbox"]
+__all__ = ["Outbox"]
 
 FRAME_BYTES = 1 << 20
 """Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
-
-SENT_TICKET = -1
-"""The ticket of an envelope that has been written to a socket, and cannot be withdrawn."""
 
 MAX_FRAMES = 1 << 14
 """Frames without envelopes that are queued, at most. A worker that reads is sent some for each connection, and for
@@ -31,9 +27,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets = itertools.count()
-        self._queue: OrderedDict[int, bytes] = OrderedDict()
-        """Envelopes as fields of a frame, by ticket."""
+        self._queue: deque[bytes] = deque()
+        """Envelopes."""
         self._frames: deque[bytes] = deque()
         """Frames without envelopes. They go by the stream, also if there is a socket."""
         self.is_held = False
@@ -50,7 +45,7 @@ class Outbox:
     def queued_bytes(self) -> int:
         """Bytes of the envelopes that are queued, here or in front of the socket."""
         with self._lock:
-            queued = sum(map(len, self._queue.values()))
+            queued = sum(map(len, self._queue))
         return queued + (self.socket.queued_bytes if self.socket is not None else 0)
 
     @property
@@ -58,32 +53,17 @@ class Outbox:
         """Whether nothing is queued that the stream may carry now."""
         return not self._frames and (self.is_held or not self._queue)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
-        """Writes an envelope, and what is attached to it, to the socket, or queues it.
+    def put(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> EnvelopeSocket | None:
+        """Queues an envelope with what is attached to it; does not if there is a socket by now, and returns that.
 
-        Returns:
-            Its ticket; SENT_TICKET if it went to the socket.
-
-        Raises:
-            TransportClosedError: the connection is closed.
+        Raises TransportClosedError if the connection is closed.
         """
-        if (connection := self.socket) is None:
-            with self._lock:
-                if self.socket is None:  # not connected in between
-                    return self._append(embed(envelope, attached))
-            connection = self.socket
-        try:
-            connection.send(envelope, attached)
-        except BrokenPipeError:
-            raise TransportClosedError(self.closed_reason or CLOSED) from None
-        return SENT_TICKET
-
-    def _append(self, envelope: bytes) -> int:
-        if self.closed_reason is not None:
-            raise TransportClosedError(self.closed_reason)
-        ticket = next(self._tickets)
-        self._queue[ticket] = envelope
-        return ticket
+        with self._lock:
+            if self.socket is None:
+                if self.closed_reason is not None:
+                    raise TransportClosedError(self.closed_reason)
+                self._queue.append(embed(envelope, attached))
+            return self.socket
 
     def put_frame(self, frame: bytes) -> bool:
         """Queues a frame without envelopes, in front of the envelopes; returns False if there are too many."""
@@ -92,19 +72,19 @@ class Outbox:
         self._frames.append(frame)
         return True
 
-    def withdraw(self, ticket: int, beginning: bytes) -> bool:
+    def withdraw(self, beginning: bytes) -> bool:
         """Removes an envelope from the queue, or from that of the socket, if it is there: see Transport."""
         with self._lock:
-            # The connection may be another one than that by which it was sent.
-            if self._queue.get(ticket, b"").startswith(beginning):
-                del self._queue[ticket]
-                return True
+            for index, envelope in enumerate(self._queue):
+                if envelope.startswith(beginning):
+                    del self._queue[index]
+                    return True
         return self.socket is not None and self.socket.withdraw(beginning)
 
     def use_socket(self, connection: EnvelopeSocket) -> None:
         """Sends by a socket from now on, beginning with what is queued."""
         with self._lock:
-            for envelope in self._queue.values():
+            for envelope in self._queue:
                 connection.send(envelope)
             self._queue.clear()
             self.socket = connection
@@ -121,23 +101,17 @@ class Outbox:
         with self._lock:
             taken: list[bytes] = []
             size = 0
-            for envelope in self._queue.values():
+            while self._queue and not (taken and size + len(self._queue[0]) > FRAME_BYTES):
+                envelope = self._queue.popleft()
                 size += len(envelope)
-                if taken and size > FRAME_BYTES:
-                    break
                 taken += bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)), envelope
-            if len(taken) == 2 * len(self._queue):
-                self._queue.clear()
-            else:
-                for _ in range(len(taken) // 2):
-                    self._queue.popitem(last=False)
         return b"".join(taken)
 
     def close(self, reason: str) -> Collection[bytes]:
         """Drops what is queued, and cuts the socket. Returns the beginnings of the envelopes that were queued."""
         with self._lock:
             self.closed_reason = reason
-            dropped = {envelope[:BEGINNING_BYTES] for envelope in self._queue.values()}
+            dropped = {envelope[:BEGINNING_BYTES] for envelope in self._queue}
             self._queue.clear()
         if self.socket is not None:
             dropped.update(self.socket.close())

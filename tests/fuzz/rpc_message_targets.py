@@ -117,9 +117,8 @@ class _Threads:
 
     connect = admit
 
-    def send(self, envelope: bytes, _attached: object = ()) -> int:
+    def send(self, envelope: bytes, _attached: object = ()) -> None:
         self.sent.append(envelope)
-        return 0
 
     def withdraw(self, *_: object) -> bool:
         return True

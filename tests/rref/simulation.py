@@ -58,7 +58,6 @@ class Flight:
     source: "Machine"
     target: "Machine"
     envelope: agent_pb2.Envelope
-    ticket: int
 
 
 @dataclass(eq=False)
@@ -285,14 +284,14 @@ class SimulatedTransport(SilentTransport):
     def connect(self) -> None:
         self._machine.world.connect(self._machine, self._target)
 
-    def send(self, envelope: bytes, _attached: object = ()) -> int:
+    def send(self, envelope: bytes, _attached: object = ()) -> None:
         self._peer.check_present()
         self.connect()
         parsed = agent_pb2.Envelope.FromString(envelope)
-        return self._machine.world.send(self._machine, self._target, parsed)
+        self._machine.world.send(self._machine, self._target, parsed)
 
-    def withdraw(self, ticket: int, _beginning: bytes) -> bool:
-        return self._machine.world.withdraw(self._target, ticket)
+    def withdraw(self, beginning: bytes) -> bool:
+        return self._machine.world.withdraw(self._machine, self._target, beginning)
 
 
 class World:
@@ -374,10 +373,9 @@ class World:
 
     # The network.
 
-    def send(self, source: Machine, target: Machine, envelope: agent_pb2.Envelope) -> int:
-        ticket = next(self._order)
+    def send(self, source: Machine, target: Machine, envelope: agent_pb2.Envelope) -> None:
         if not source.alive:
-            return ticket
+            return
         # A caller never hears of a failure that cannot be sent, so those are.
         forced, source.network.fail_next = source.network.fail_next, False
         if envelope.type != MessageType.ERROR and (forced or self.chance.happens(2)):
@@ -385,12 +383,17 @@ class World:
             raise SendFailedError(target.info.name, "the simulation failed it")
         self.counts["sent"] += 1
         if target.alive:
-            self.flights.append(Flight(source, target, envelope, ticket))
-        return ticket
+            self.flights.append(Flight(source, target, envelope))
 
-    def withdraw(self, target: Machine, ticket: int) -> bool:
+    def withdraw(self, source: Machine, target: Machine, beginning: bytes) -> bool:
         """Takes a message back, if it has not been sent yet: some of those in flight count as not sent."""
-        here = [flight for flight in self.flights if flight.target is target and flight.ticket == ticket]
+        here = [
+            flight
+            for flight in self.flights
+            if flight.source is source
+            and flight.target is target
+            and flight.envelope.SerializeToString().startswith(beginning)
+        ]
         if not here or self.chance.pick(2):
             return False
         self.counts["withdrawn"] += 1

@@ -61,10 +61,9 @@ class _KeepingTransport:
     def __getattr__(self, name: str) -> object:
         return getattr(self._transport, name)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
-        if not attached and self._calls.keeps(self._transport, envelope):
-            return 0
-        return self._transport.send(envelope, attached)
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
+        if attached or not self._calls.keeps(self._transport, envelope):
+            self._transport.send(envelope, attached)
 
 
 def interrupt(sender: GrpcAgent, receiver: GrpcAgent) -> None:

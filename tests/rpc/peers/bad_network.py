@@ -53,14 +53,14 @@ class _BadTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         seconds = self._bad.fate() if agent_pb2.Envelope.FromString(envelope).type in self._bad.kinds else 0.0
         if seconds < 0:
             raise SendFailedError(self._peer.name, "the test failed it")
         if not seconds:
-            return self._transport.send(envelope, attached)
+            self._transport.send(envelope, attached)
+            return
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._send_late, envelope)
-        return -1
 
     def _send_late(self, envelope: bytes) -> None:
         with contextlib.suppress(TransportClosedError):
@@ -89,7 +89,7 @@ class _RecordingTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         if self._transport.name != "loopback":
             self._recorder.sent.append(agent_pb2.Envelope.FromString(envelope))
-        return self._transport.send(envelope, attached)
+        self._transport.send(envelope, attached)

@@ -122,7 +122,8 @@ class World(SilentTransport):
 
     # A transport. By `send` it asks the other worker not to begin a request; it has begun.
 
-    def withdraw(self, identifier: int, _beginning: bytes) -> bool:
+    def withdraw(self, beginning: bytes) -> bool:
+        identifier = agent_pb2.Envelope.FromString(beginning).id
         if identifier % 3 or identifier not in self.sent:
             return False
         self.sent.remove(identifier)
@@ -156,7 +157,6 @@ class World(SilentTransport):
         self._send(message)
 
     def _send(self, message: Outgoing) -> None:
-        message.ticket = message.envelope.id
         self.sent.append(message.envelope.id)
 
     def read(self, source: Peer, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:

@@ -100,7 +100,7 @@ def choose(
         sockets = SocketParts(["tcp"], Listener(), executor, Pulse(), memoryview)  # type: ignore[arg-type]
         chosen = StreamSocket(parts(sockets), peer([]), outbox, lambda reason, _: reasons.append(reason))
         for number in range(1, 4):
-            outbox.send(agent_pb2.Envelope(id=number).SerializeToString())
+            outbox.put(agent_pb2.Envelope(id=number).SerializeToString())
         before = asyncio.all_tasks()
         chosen.choose([agent_pb2.SocketOffer(kind="tcp")], 0.0, lambda: None)
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 20)
