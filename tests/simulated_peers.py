@@ -40,6 +40,8 @@ class SilentTransport:
     def break_off(self, _reason: str) -> None:
         pass
 
+    refuse = break_off
+
 
 def simulated_parts(
     make_transport: Callable[[Peer, str], Any],
@@ -61,7 +63,6 @@ def simulated_parts(
         streams=SimpleNamespace(
             make=make_transport,
             renew=lambda ended: ended,
-            refuse=lambda *_: None,
         ),
         channels=SimpleNamespace(to=make_channels or _refuse_large),
         links=links if links is not None else SimpleNamespace(add=lambda _link: None, loop=None),

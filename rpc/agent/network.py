@@ -40,7 +40,6 @@ from ..transports.handshake import Handshake
 from ..transports.heartbeat import Heartbeats
 from ..transports.pulse import Pulse
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
-from ..transports.socket_parts import SocketParts
 from ..transports.sockets import TCP, UNIX, SocketListener
 
 __all__ = ["Network", "NetworkSeams"]
@@ -108,14 +107,15 @@ class Network:
         bulk, load_devices = BulkSockets(loop, sockets), self._seams.load_devices
         self.channels = Channels(executor, self._options, bulk, chunks, load_devices, self._used_channels)
         pulse = self._pulse = Pulse()
-        parts = SocketParts(kinds, sockets, executor, pulse, self.channels.cache.allocate)
         liveness = self._options.liveness
         self._vouching = Vouching(group, self._endpoint, self.peers, executor)
         self._evictions = Evictions(
             loop, executor, self.peers, self._follower, liveness.lease, self._vouching.ask_others
         )
         heartbeats = Heartbeats(loop, liveness, pulse)
-        self._streams = GrpcStreams(StreamParts(loop, self._handshake, parts, heartbeats), self.peers.by_id)
+        allocate = self.channels.cache.allocate
+        parts = StreamParts(loop, self._handshake, heartbeats, sockets, executor, allocate)
+        self._streams = GrpcStreams(parts, self.peers.by_id)
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
         transfer = grpc.stream_unary_rpc_method_handler(partial(serve_chunks, self._handshake, self._find_chunked))
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)

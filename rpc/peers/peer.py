@@ -455,7 +455,7 @@ class Peer:
     def _refuse(self, reason: str) -> None:
         """Lets it in no more, which is told this reason, and keeps nothing of its connection."""
         if self.stream is not None:
-            self._parts.streams.refuse(self.stream, reason)
+            self.stream.refuse(reason)
             self.stream, self.transport = None, self._parts.wrap(ENDED, self.info)
 
 

@@ -94,8 +94,8 @@ class BulkSockets:
         connections: list[AnySocket] = []
 
         async def dial(offer: agent_pb2.SocketOffer) -> None:
-            if (dialed := await self._sockets.dial(peer.member, [offer], round_trip)) is not None:
-                connections.append(dialed[1])
+            if (connection := await self._sockets.dial(peer.member, offer, round_trip)) is not None:
+                connections.append(connection)
 
         made: list[AnySocket] = []
         try:

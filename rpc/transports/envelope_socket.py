@@ -61,7 +61,6 @@ class EnvelopeSocket:
         executor: Executor,
         reader: FrameReader,
         on_end: OnSocketEnd,
-        on_malformed: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -71,14 +70,14 @@ class EnvelopeSocket:
             executor: its threads read.
             reader: handles what arrives; closed with the connection.
             on_end: called once, after the last envelope.
-            on_malformed: called with the error when the peer has sent bytes that are no message.
         """
         self.name = name
         connection.settimeout(0)
         self._connection = connection
         self._executor = executor
         self._on_end = on_end
-        self._on_malformed = on_malformed
+        self.malformed: Exception | None = None
+        """The error of bytes that are no message, if the peer has sent such."""
         self._segments = reader.segments
         self._pulses = reader.pulses
         self.writer = FrameWriter(connection, executor)
@@ -250,7 +249,7 @@ class EnvelopeSocket:
     def _reason_of(self, error: Exception) -> str:
         """Returns why nothing more is read after an error."""
         if isinstance(error, DecodeError | ValueError):
-            self._on_malformed(error)
+            self.malformed = error
             return f"it sent bytes that are no message: {error}"
         if isinstance(error, OSError):
             return f"its connection broke: {error}" if str(error) else CLOSED

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
 
@@ -11,13 +11,14 @@ import grpc
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker_end import WorkerEnd
+from ..execution.executor import Executor
 from ..wire.parsing import parse_frame
 from .base import TransportListener
+from .envelope_socket import EnvelopeSocket
 from .handshake import Handshake
 from .heartbeat import Heartbeats
 from .settings import aio
-from .socket_parts import SocketParts
-from .sockets import OfferedSocket
+from .sockets import OfferedSocket, SocketListener
 
 __all__ = [
     "HEARTBEAT",
@@ -70,14 +71,20 @@ class StreamParts:
 
     loop: the event loop.
     handshake: makes and checks hellos.
-    sockets: carry envelopes where they can be connected.
     heartbeats: watches the connections.
+    listener: offers and dials the sockets beside the streams.
+    executor: its threads read these.
+    allocate: returns memory of so many bytes for what follows envelopes. Raises MemoryError if there is none.
+    unread: the sockets that have not been read to their end, of streams that have ended, too.
     """
 
     loop: asyncio.AbstractEventLoop
     handshake: Handshake
-    sockets: SocketParts
     heartbeats: Heartbeats
+    listener: SocketListener
+    executor: Executor
+    allocate: Callable[[int], memoryview]
+    unread: set[EnvelopeSocket] = field(default_factory=set)
 
 
 async def deliver(listener: TransportListener, data: bytes) -> agent_pb2.Frame:

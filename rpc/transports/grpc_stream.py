@@ -45,7 +45,6 @@ from .handshake import MAX_CONNECTION
 from .life_signs import process_at, process_runs
 from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
-from .stream_pulse import StreamPulse
 from .stream_socket import StreamSocket
 
 __all__ = ["GrpcStream"]
@@ -64,7 +63,7 @@ log = logging.getLogger(__name__)
 
 @final
 class GrpcStream:
-    """The stream between this worker and one peer, whichever of the two opens it."""
+    """The stream between this worker and one peer, whichever of the two opens it. Watched by the heartbeats."""
 
     def __init__(self, parts: StreamParts, peer: TransportListener, address: str, number: int = 0) -> None:
         """Connects to nobody yet.
@@ -94,7 +93,10 @@ class GrpcStream:
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
         self._socket = StreamSocket(parts, peer, self.outbox, self._on_socket_end)
-        self._pulse = StreamPulse(self.outbox, self._wake.set, self.break_off, self._sees_life)
+        self._has_heard = self._has_sent = True
+        """Whether something has come by the stream, and gone, since the heartbeats have looked."""
+        self._is_busy = False
+        """Whether something has been read that is not handled yet, and nothing more is read."""
         self._remote = ""
         """The address at the other end of the stream, if the peer has opened it."""
 
@@ -128,12 +130,7 @@ class GrpcStream:
         """Has the calling thread read the socket, if there is one."""
         connection = self.outbox.socket
         if connection is not None and not connection.writer.is_broken:  # as it is in a forked child, too
-            self._parts.sockets.executor.poller.read_here(connection, waiter, future)
-
-    @property
-    def has_read_out(self) -> bool:
-        """Whether no thread reads its socket any more."""
-        return self._socket.has_ended
+            self._parts.executor.poller.read_here(connection, waiter, future)
 
     def connect(self) -> Connecting:
         """Opens the stream if it is not open."""
@@ -277,10 +274,37 @@ class GrpcStream:
     def _on_opened(self) -> None:
         if self._state is StreamState.OPEN and not self._is_confirmed:
             self._is_confirmed = True
-            self._parts.heartbeats.add(self._pulse)
+            self._parts.heartbeats.add(self)
             self.peer.on_opened()
 
-    def _sees_life(self, seconds: float) -> bool:
+    # What the heartbeats ask for: see Watched.
+
+    def take_heard(self) -> bool:
+        """Returns whether something has come since the last call, or might have if this worker had read it."""
+        if self.outbox.socket is not None:
+            return self.outbox.socket.take_heard()
+        heard, self._has_heard = self._has_heard, False
+        return heard or self._is_busy
+
+    def take_sent(self) -> bool:
+        """Returns whether something has been sent since the last call, or waits for the peer to read."""
+        if self.outbox.socket is not None:
+            return self.outbox.socket.take_sent()
+        sent, self._has_sent = self._has_sent, False
+        return sent or not self.outbox.is_empty
+
+    def send_heartbeat(self) -> None:
+        """Tells the peer that this worker is alive, unless the peer sees that."""
+        if self.outbox.socket is not None:
+            self.outbox.socket.send_heartbeat()
+        elif self.outbox.put_frame(HEARTBEAT):
+            self._wake.set()
+
+    def on_silent(self, seconds: float) -> None:
+        """Ends the stream of a peer that has been silent for so long."""
+        self.break_off(f"nothing has come from it for {seconds:.1f} s")
+
+    def sees_life(self, seconds: float) -> bool:
         """Returns whether the kernel shows that the peer's process runs, or did in the last seconds."""
         connection = self.outbox.socket
         if connection is not None and connection.process:
@@ -305,8 +329,9 @@ class GrpcStream:
         """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
         while (data := await read()) is not aio.EOF:
             self._on_opened()
-            with self._pulse.reading():
-                frame = await deliver(self.peer, data)
+            self._has_heard = self._is_busy = True
+            frame = await deliver(self.peer, data)
+            self._is_busy = False
             if frame.HasField("choice"):
                 await self._socket.on_choice(frame.choice.kind)
                 self._wake.set()
@@ -316,10 +341,10 @@ class GrpcStream:
                 return WorkerEnd.from_proto(frame.departure)
         return None
 
-    def _on_socket_end(self, reason: str, is_malformed: bool) -> None:
+    def _on_socket_end(self, reason: str, malformed: Exception | None) -> None:
         """Handles the end of the socket: the stream ends too, unless it tells soon how the peer has ended."""
         if self._state is StreamState.OPEN and not self.goodbye:
-            end = self.abort if is_malformed else self.break_off
+            end = self.break_off if malformed is None else self.abort
             self._loop.call_later(BROKEN_SOCKET_GRACE_S, end, reason)
 
     def _start_or_wake(self) -> None:
@@ -373,7 +398,7 @@ class GrpcStream:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 if welcome.welcome.sockets:
                     round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
-                    self._socket.choose(welcome.welcome.sockets, round_trip, self._on_chosen)
+                    self._socket.choose(welcome.welcome.sockets[0], round_trip, self._on_chosen)
                 else:
                     self._log_if_grpc()
                 await self.run(call.read, lambda data: write_frame(call, data))
@@ -410,7 +435,7 @@ class GrpcStream:
             while True:
                 if frame := self.outbox.next_frame():
                     await write(frame)
-                    self._pulse.has_sent = True
+                    self._has_sent = True
                 elif self.goodbye and not self.outbox.is_held:
                     if self.outbox.socket is not None:
                         self.outbox.socket.finish()
@@ -429,7 +454,7 @@ class GrpcStream:
         if self._state is StreamState.CLOSED:
             return
         self._state = StreamState.CLOSED
-        self._parts.heartbeats.remove(self._pulse)
+        self._parts.heartbeats.remove(self)
         unsent = self.outbox.close(end.reason)
         self._ended.set()
         if report and may_heal:

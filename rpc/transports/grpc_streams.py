@@ -33,8 +33,6 @@ class GrpcStreams:
         """Args: parts: of the agent. peers: by the id of their worker."""
         self._parts = parts
         self._peers = peers
-        self._ended: list[GrpcStream] = []
-        """Streams that have been replaced, and whose sockets a thread may be reading."""
 
     def make(self, peer: TransportListener, address: str) -> GrpcStream:
         """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used.
@@ -47,19 +45,7 @@ class GrpcStreams:
 
     def renew(self, ended: GrpcStream) -> GrpcStream:
         """Makes another stream in place of one that has ended. It is opened when it is first used."""
-        self._keep_socket(ended)
         return GrpcStream(self._parts, ended.peer, ended.address, ended.number + 1)
-
-    def refuse(self, stream: GrpcStream, reason: str) -> None:
-        """Lets a peer in no more, which is lost, and keeps nothing of its stream; see `GrpcStream.refuse`."""
-        stream.refuse(reason)
-        self._keep_socket(stream)
-
-    def _keep_socket(self, ended: GrpcStream) -> None:
-        """Keeps a stream that has ended while a thread may read its socket."""
-        if ended.outbox.socket is not None:
-            self._ended = [each for each in self._ended if not each.has_read_out]
-            self._ended.append(ended)
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """Serves the Exchange method of the agent's gRPC service."""
@@ -89,7 +75,5 @@ class GrpcStreams:
 
     def release(self) -> None:
         """Releases the sockets that no thread reads any more. Called when the executor has ended."""
-        streams = [peer.stream for peer in self._peers.values() if peer.stream is not None]
-        for stream in (*streams, *self._ended):
-            if stream.outbox.socket is not None:
-                stream.outbox.socket.release()
+        for connection in list(self._parts.unread):
+            connection.release()

@@ -72,7 +72,8 @@ class Heartbeats:
         """
         self._loop = loop
         self._liveness = liveness
-        self._pulse = pulse
+        self.pulse = pulse
+        """Of this worker."""
         self.received = ReceivedTimes(loop)
         """Tells of silent peers whether their pings come."""
         self._interval = liveness.heartbeat / TICKS
@@ -103,7 +104,7 @@ class Heartbeats:
         self._now += min(elapsed, MAX_LATE_TICKS * self._interval)
         is_late = elapsed > (1 + MAX_LATE_TICKS) * self._interval
         self._timer = self._loop.call_later(self._interval, self._tick)
-        self._pulse.beat()
+        self.pulse.beat()
         for connection, state in list(self._watched.items()):
             try:
                 self._look_at(connection, state, is_late=is_late)

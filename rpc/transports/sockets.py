@@ -158,31 +158,30 @@ class SocketListener:
         return offered
 
     async def dial(
-        self, member: Member, offers: Sequence[agent_pb2.SocketOffer], round_trip: float = 0.0
-    ) -> tuple[str, AnySocket] | None:
-        """Connects to the first offer of a kind that may be used.
+        self, member: Member, offer: agent_pb2.SocketOffer, round_trip: float = 0.0
+    ) -> AnySocket | None:
+        """Connects to what a worker offers, if it is of a kind that may be used.
 
         Args:
-            member: the worker that has made the offers.
-            offers: what it offers. By TCP, no other host than its own is dialed.
+            member: the worker. By TCP, no other host than its own is dialed.
+            offer: what it offers.
             round_trip: seconds that a round trip to the worker has taken.
 
         Returns:
-            The kind and the connection; None if there is none, for which the log says why.
+            The connection; None if there is none, for which the log says why.
         """
-        for offer in offers:
-            until = self._loop.time() + CONNECT_TIMEOUT_S + DIAL_ROUND_TRIPS * round_trip
-            while offer.kind in self.kinds:
-                began = self._loop.time()
-                try:
-                    async with asyncio.timeout_at(until):
-                        return offer.kind, await _dial(self._loop, offer, member, self._identity)
-                except (OSError, ValueError) as error:
-                    if isinstance(error, ConnectionError) and began + NONCE_TIMEOUT_S < self._loop.time() < until:
-                        continue  # one of the processes was held up; the offer stands
-                    where = printable(offer.address)
-                    log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, where, printable(error))
-                    break
+        until = self._loop.time() + CONNECT_TIMEOUT_S + DIAL_ROUND_TRIPS * round_trip
+        while offer.kind in self.kinds:
+            began = self._loop.time()
+            try:
+                async with asyncio.timeout_at(until):
+                    return await _dial(self._loop, offer, member, self._identity)
+            except (OSError, ValueError) as error:
+                if isinstance(error, ConnectionError) and began + NONCE_TIMEOUT_S < self._loop.time() < until:
+                    continue  # one of the processes was held up; the offer stands
+                where = printable(offer.address)
+                log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, where, printable(error))
+                break
         return None
 
     async def close(self) -> None:

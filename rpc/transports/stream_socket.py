@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import final
 
 from ...proto.v1 import agent_pb2
 from .base import TransportListener
 from .connection_log import log_connection
 from .envelope_socket import CLOSED, EnvelopeSocket
+from .frame_reader import FrameReader
 from .grpc_calls import StreamParts
 from .outbox import Outbox
-from .sockets import OfferedSocket
+from .pulse import PulseExchange
+from .sockets import UNIX, OfferedSocket
 from .tls_socket import AnySocket
 
 __all__ = ["StreamSocket"]
@@ -26,7 +27,11 @@ class StreamSocket:
     """Offers, dials and watches the socket of one stream. Used on the event loop only."""
 
     def __init__(
-        self, parts: StreamParts, peer: TransportListener, outbox: Outbox, on_broken: Callable[[str, bool], None]
+        self,
+        parts: StreamParts,
+        peer: TransportListener,
+        outbox: Outbox,
+        on_broken: Callable[[str, Exception | None], None],
     ) -> None:
         """Has no socket yet.
 
@@ -35,7 +40,7 @@ class StreamSocket:
             peer: the worker at the other end; gets the envelopes.
             outbox: of the stream; gets the socket.
             on_broken: called with the reason when the socket ends before the peer says that it does, and with
-                whether it is malformed what the peer has sent.
+                the error if the peer has sent bytes that are no message.
         """
         self._parts = parts
         self._peer = peer
@@ -46,19 +51,11 @@ class StreamSocket:
         self._choosing: asyncio.Task[None] | None = None
         """Dials what the peer has offered."""
         self._ended = asyncio.Event()
-        self._is_malformed = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing is read from the socket any more."""
-        return self._ended.is_set()
 
     def offer(self) -> OfferedSocket | None:
         """Makes an offer to the peer; returns None if there is nothing to offer."""
-        sockets = self._parts.sockets
-        if sockets.kinds:
-            self._offered = sockets.listener.offer(self._worker, same_host=self._peer.is_on_this_host)
-            self._outbox.is_held = self._offered is not None
+        self._offered = self._parts.listener.offer(self._worker, same_host=self._peer.is_on_this_host)
+        self._outbox.is_held = self._offered is not None
         return self._offered
 
     def withdraw(self) -> None:
@@ -83,18 +80,16 @@ class StreamSocket:
         else:
             self.withdraw()
 
-    def choose(
-        self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
-    ) -> None:
+    def choose(self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]) -> None:
         """Begins to connect the socket that the peer offers, while the stream carries all but envelopes.
 
         Args:
-            offers: of the peer.
+            offer: of the peer.
             round_trip: seconds that a round trip to the peer has taken.
             on_chosen: called when what to tell the peer is in the outbox.
         """
         self._outbox.is_held = True
-        self._choosing = self._parts.loop.create_task(self._choose(offers, round_trip, on_chosen))
+        self._choosing = self._parts.loop.create_task(self._choose(offer, round_trip, on_chosen))
 
     def stop_choosing(self) -> None:
         """Dials no longer what the peer offers."""
@@ -104,18 +99,18 @@ class StreamSocket:
             self._outbox.is_held = False
 
     async def _choose(
-        self, offers: Sequence[agent_pb2.SocketOffer], round_trip: float, on_chosen: Callable[[], None]
+        self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
-        dialed = await self._parts.sockets.listener.dial(self._peer.member, offers, round_trip)
+        dialed = await self._parts.listener.dial(self._peer.member, offer, round_trip)
         self._choosing = None
         if self._outbox.closed_reason is not None:
             if dialed is not None:
-                dialed[1].close()
+                dialed.close()
             return
-        choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
+        choice = agent_pb2.SocketChoice(kind=offer.kind if dialed is not None else "")
         if dialed is not None:
             try:
-                self._use(*dialed)
+                self._use(offer.kind, dialed)
             except OSError as error:
                 # The envelopes stay held until the stream has ended: the peer may have got some by the socket.
                 self._handle_end(f"its connection broke: {error}" if str(error) else CLOSED)
@@ -124,7 +119,7 @@ class StreamSocket:
             self._outbox.is_held = False
             on_chosen()
         else:
-            self._on_broken("it does not read what it is sent", self._is_malformed)
+            self._on_broken("it does not read what it is sent", None)
 
     async def read_out(self, *, has_left: bool) -> None:
         """Waits until all that the peer has sent by the socket is read.
@@ -143,13 +138,19 @@ class StreamSocket:
 
     def _use(self, kind: str, connection: AnySocket) -> None:
         """Sends and receives by a connected socket from now on. Raises OSError, and closes the socket then."""
-        sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)
-        used: EnvelopeSocket | None = None
+        parts, used = self._parts, None
         try:
-            used = sockets.make(kind, connection, self._peer, self._on_end, on_malformed)
+            segments, pulses = None, None
+            if kind == UNIX:
+                segments, pulses = self._peer.new_segments(), PulseExchange(parts.heartbeats.pulse)
+            reader = FrameReader(self._peer.on_envelope, segments, pulses, parts.allocate)
+            used = EnvelopeSocket(kind, connection, parts.executor, reader, self._on_end)
+            if segments is not None:
+                segments.connect(used)
             self._outbox.use_socket(used)
-            log_connection(self._parts, self._worker, connection)
+            log_connection(parts, self._worker, connection)
             used.start()
+            parts.unread.add(used)
         except BaseException:
             if used is None:
                 connection.close()
@@ -158,10 +159,6 @@ class StreamSocket:
                 used.release()
             raise
 
-    def _on_malformed(self, kind: str, error: Exception) -> None:
-        self._is_malformed = True
-        self._parts.handshake.audit.deny(kind, error, worker=self._worker.name)
-
     def _on_end(self, reason: str) -> None:
         """Handles the end of the socket. Called on a thread of the executor."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -169,5 +166,10 @@ class StreamSocket:
 
     def _handle_end(self, reason: str) -> None:
         self._ended.set()
+        malformed = None
+        if (used := self._outbox.socket) is not None:
+            self._parts.unread.discard(used)
+            if (malformed := used.malformed) is not None:
+                self._parts.handshake.audit.deny(used.name, malformed, worker=self._worker.name)
         if reason:
-            self._on_broken(reason, self._is_malformed)
+            self._on_broken(reason, malformed)

@@ -148,13 +148,9 @@ def dial_offers(data: bytes) -> None:
     """Dials what a peer offers in its welcome."""
     loop: Any = _OfflineLoop()
     with suppress(envelope_socket.DecodeError):
-        offers = agent_pb2.Welcome.FromString(data).sockets
-        assert (
-            _loop.run_until_complete(
-                SocketListener(loop, [UNIX, TCP]).dial(Member(PEER, "127.0.0.1:1", 0), offers)
-            )
-            is None
-        )
+        for offer in agent_pb2.Welcome.FromString(data).sockets:
+            dialing = SocketListener(loop, [UNIX, TCP]).dial(Member(PEER, "127.0.0.1:1", 0), offer)
+            assert _loop.run_until_complete(dialing) is None
 
 
 # Sockets of envelopes.

@@ -393,7 +393,7 @@ def test_a_worker_connects_to_no_other_program_for_a_peer(kind, address, nonce):
             listener = sockets.SocketListener(loop, [sockets.UNIX, sockets.TCP])
             where = address.format(port=server.getsockname()[1])
             offer = agent_pb2.SocketOffer(kind=kind, address=where, nonce=nonce)
-            assert await listener.dial(Member(WorkerInfo("b", 1), "127.0.0.1:1", 0), [offer]) is None
+            assert await listener.dial(Member(WorkerInfo("b", 1), "127.0.0.1:1", 0), offer) is None
             for each in (program, server):
                 each.settimeout(0)
                 with pytest.raises(BlockingIOError):

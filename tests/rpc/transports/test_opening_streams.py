@@ -14,22 +14,22 @@ from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.transports.grpc_calls import StreamParts
 from gradwire.rpc.transports.grpc_stream import GrpcStream
 from gradwire.rpc.transports.heartbeat import Heartbeats
 from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.pulse import Pulse
 from gradwire.rpc.transports.settings import aio
-from gradwire.rpc.transports.socket_parts import SocketParts
 from gradwire.rpc.transports.sockets import SocketListener
 from gradwire.rpc.transports.stream_socket import StreamSocket
 
 
-def parts(sockets: Any) -> Any:
+def parts(listener: Any, executor: Any = None) -> Any:
     """Returns what the streams of an agent have, as far as they use it here."""
     loop = asyncio.get_running_loop()
     handshake = SimpleNamespace(me=SimpleNamespace(wire_id=0, name="a"), endpoint=SimpleNamespace(identity=None))
     heartbeats = Heartbeats(loop, Liveness(), Pulse())
-    return SimpleNamespace(loop=loop, sockets=sockets, handshake=handshake, heartbeats=heartbeats)
+    return StreamParts(loop, handshake, heartbeats, listener, executor, memoryview)  # type: ignore[arg-type]
 
 
 def peer(seen: list[str]) -> Any:
@@ -52,7 +52,7 @@ def test_a_stream_that_ends_during_its_welcome_stays_ended(end):
 
     async def check() -> None:
         seen: list[str] = []
-        stream = GrpcStream(parts(SimpleNamespace(kinds=[])), peer(seen), "127.0.0.1:1")
+        stream = GrpcStream(parts(SimpleNamespace(offer=lambda *_, **__: None)), peer(seen), "127.0.0.1:1")
         is_writing, may_end = asyncio.Event(), asyncio.Event()
 
         async def write(_: bytes) -> None:
@@ -92,17 +92,17 @@ def choose(
     class Listener:
         """Connects what is offered."""
 
-        async def dial(self, *_: object) -> tuple[str, socket.socket]:
+        async def dial(self, *_: object) -> socket.socket:
             prepare(outbox, other)
-            return "tcp", mine
+            return mine
 
     async def check() -> None:
-        sockets = SocketParts(["tcp"], Listener(), executor, Pulse(), memoryview)  # type: ignore[arg-type]
-        chosen = StreamSocket(parts(sockets), peer([]), outbox, lambda reason, _: reasons.append(reason))
+        made = parts(Listener(), executor)
+        chosen = StreamSocket(made, peer([]), outbox, lambda reason, _: reasons.append(reason))
         for number in range(1, 4):
             outbox.put(agent_pb2.Envelope(id=number).SerializeToString())
         before = asyncio.all_tasks()
-        chosen.choose([agent_pb2.SocketOffer(kind="tcp")], 0.0, lambda: None)
+        chosen.choose(agent_pb2.SocketOffer(kind="tcp"), 0.0, lambda: None)
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 20)
 
     asyncio.run(check())
@@ -152,7 +152,7 @@ def test_a_worker_connects_to_no_other_host_than_its_peers(address):
             offer = agent_pb2.SocketOffer(
                 kind="tcp", address=f"127.0.0.1:{other.getsockname()[1]}", nonce=bytes(32)
             )
-            dialing = asyncio.create_task(listener.dial(Member(WorkerInfo("b", 1), address, 0), [offer]))
+            dialing = asyncio.create_task(listener.dial(Member(WorkerInfo("b", 1), address, 0), offer))
             other.settimeout(0)
             accepting = asyncio.create_task(loop.sock_accept(other))
             await asyncio.wait((dialing, accepting), timeout=20, return_when=asyncio.FIRST_COMPLETED)

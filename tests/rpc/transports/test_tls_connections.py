@@ -48,11 +48,11 @@ def with_listener(
 async def dial(identity: Identity | None, offered: OfferedSocket, worker: str = "a") -> bool:
     """Dials what is offered, as another worker; returns whether it is connected at both ends."""
     dialer = SocketListener(asyncio.get_running_loop(), [TCP], identity)
-    dialed = await dialer.dial(Member(WorkerInfo(worker, 0), "127.0.0.1:1", 0), [offered.offer])
+    dialed = await dialer.dial(Member(WorkerInfo(worker, 0), "127.0.0.1:1", 0), offered.offer)
     if dialed is None:
         return False
     (await offered.connection()).close()
-    dialed[1].close()
+    dialed.close()
     return True
 
 
