@@ -11,13 +11,14 @@ again in its place has another one. This worker is a peer of its own, which has 
 """
 
 import concurrent.futures
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
-from ...errors import LossCause
+from google.protobuf.message import DecodeError
+
+from ...errors import EvictedError, LossCause, Outcome, SerializationError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.channels import Channels, PeerChannels
@@ -33,19 +34,22 @@ from ..contracts.worker_end import WorkerEnd
 from ..transports.base import Transport, TransportClosedError
 from ..transports.grpc_stream import GrpcStream
 from ..transports.grpc_streams import GrpcStreams
+from ..transports.settings import MAX_ENVELOPE_BYTES
 from ..transports.sockets import TCP, UNIX
 from ..transports.unconnected import ENDED, LoopbackTransport
-from .absence import Absence
+from ..wire.parsing import check_envelope
 from .backlog import Backlog
 from .changes import Changes
 from .control_stream import ControlStream
-from .envelope_limit import LARGE_BYTES, check_size
 from .flow_control import Window
 from .link import Link, Links, LinkState
 from .received_requests import ReceivedQueue
 from .traffic import Traffic
 
-__all__ = ["MessageListener", "Pause", "Peer", "PeerParts"]
+__all__ = ["LARGE_BYTES", "Absence", "MessageListener", "Pause", "Peer", "PeerParts", "check_size"]
+
+LARGE_BYTES = 1 << 20
+"""Bytes of an envelope from which on it may be larger than what receivers accept."""
 
 Pause = concurrent.futures.Future[None] | None
 """What to wait for before more is read from a peer: see TransportListener.on_envelope."""
@@ -102,36 +106,40 @@ class PeerParts:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why nothing can be sent to a worker now.
+
+    end: how it ended, or its connection did.
+    is_lost: whether it will not come back.
+    waits: whether calls wait for it.
+    evicted: the name of this worker, if it was evicted itself.
+    """
+
+    end: WorkerEnd
+    is_lost: bool = False
+    waits: bool = False
+    evicted: str = ""
+
+    def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError | EvictedError:
+        """Returns the error of a call to the worker with this name, which is not sent."""
+        error: WorkerLostError | WorkerSuspectError | EvictedError
+        if self.evicted:
+            error = EvictedError(self.evicted, self.end.reason)
+        else:
+            error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
+        error.outcome = Outcome.NOT_SENT
+        return error
+
+
+@final
 class Peer:
     """One incarnation of a worker. Its state is changed on the event loop; all else may be used on any thread.
 
     It is the TransportListener of its transport, and the LinkOwner of its link.
     """
 
-    __slots__ = (
-        "_is_closing",
-        "_made",
-        "_parts",
-        "_unsent",
-        "absence",
-        "backlog",
-        "breaks",
-        "changes",
-        "channels",
-        "control",
-        "end",
-        "id",
-        "info",
-        "link",
-        "member",
-        "parked_bytes",
-        "parked_requests",
-        "received",
-        "stream",
-        "traffic",
-        "transport",
-        "window",
-    )
+    # Each of these is made when it is first used: most workers of a large group never talk to each other.
 
     changes: Changes
     """Tells what becomes of it."""
@@ -168,8 +176,6 @@ class Peer:
         self.breaks = 0
         """How often its connection broke."""
         self._unsent: Collection[bytes] = ()
-        self._made: dict[str, Any] = {}
-        """Those of the parts above that have been used, by name."""
         self.parked_requests = self.parked_bytes = 0
         """The requests of it that wait without a thread. Guarded by the lock of ServedCalls."""
         self.stream: GrpcStream | None = None
@@ -185,22 +191,20 @@ class Peer:
         self.transport = parts.wrap(transport, info)
 
     def __getattr__(self, name: str) -> Any:
-        """Makes a part when it is first used: most workers of a large group never talk to each other."""
+        """Makes a part."""
         if (make := _PARTS.get(name)) is None:
             raise AttributeError(name)
-        part = self._made.setdefault(name, make(self))  # one, whoever else makes one at the same time
-        setattr(self, name, part)
-        return part
+        return self.__dict__.setdefault(name, make(self))  # one, whoever else makes one at the same time
 
     @property
     def is_used(self) -> bool:
         """Whether there has been anything to do with it."""
-        return bool(self._made)
+        return not _PARTS.keys().isdisjoint(self.__dict__)
 
     @property
     def used_channels(self) -> PeerChannels | None:
         """Its channels; None if they have not been needed."""
-        return self._made.get("channels")
+        return self.__dict__.get("channels")
 
     @property
     def large_channel(self) -> str:
@@ -429,9 +433,7 @@ class Peer:
         if (channels := self.used_channels) is not None:
             channels.drop(ConnectionError(end.reason))
             # Little is kept of a lost worker. Who asks for its channels later gets others, which carry nothing.
-            self._made.pop("channels", None)
-            with contextlib.suppress(AttributeError):  # another thread is about to set it
-                del self.channels
+            self.__dict__.pop("channels", None)
         self.changes.lost(end)
 
     def take_unsent(self) -> Collection[bytes]:
@@ -468,3 +470,25 @@ _PARTS: Mapping[str, Callable[[Peer], Any]] = {
     "traffic": lambda _: Traffic(),
     "window": lambda peer: Window(peer.info),
 }
+
+
+def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
+    """Raises SerializationError if receivers would refuse an envelope: it has too many bytes, or too many parts.
+
+    Args:
+        envelope: the envelope, serialized.
+        attached: what is put into it where there is no socket.
+    """
+    nbytes = len(envelope) + sum(map(len, attached))
+    problem = f"{nbytes} bytes, of {MAX_ENVELOPE_BYTES} at most"
+    if nbytes <= MAX_ENVELOPE_BYTES:
+        try:
+            check_envelope(envelope)
+        except DecodeError:
+            problem = "too many parts"
+        else:
+            return
+    raise SerializationError(
+        "the message",
+        f"its envelope has {problem}: too many tensors or references; stack small tensors into large ones",
+    )

@@ -4,14 +4,12 @@ Each direction is a sequence of frames (socket_frames.py): envelopes, and what t
 tell (segments.py). A frame of kind END ends a direction: the sender leaves in order.
 """
 
-import concurrent.futures
 import contextlib
 import logging
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -20,7 +18,6 @@ from ...net.socket_peers import process_of_peer
 from ..execution.executor import Executor
 from ..execution.poller import READABLE
 from ..wire.attached import embed
-from . import socket_frames
 from .frame_reader import READ_BYTES, RECVMSG_ARGS, FrameReader
 from .frame_writer import AttachedFrame, FrameWriter
 from .heartbeat import has_unread
@@ -30,7 +27,9 @@ from .socket_frames import (
     MAX_NUMBERS,
     SEGMENT,
     FrameKind,
+    beginnings_in,
     numbers_frame,
+    take_numbers,
 )
 from .tls_socket import AnySocket
 
@@ -127,7 +126,7 @@ class EnvelopeSocket:
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
-        return self.writer.withdraw(partial(socket_frames.has_envelope, beginning))
+        return self.writer.withdraw(beginning)
 
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
@@ -154,7 +153,7 @@ class EnvelopeSocket:
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""
-        return numbers_frame(FrameKind.RELEASED, socket_frames.take_numbers(self.released))
+        return numbers_frame(FrameKind.RELEASED, take_numbers(self.released))
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
@@ -167,7 +166,7 @@ class EnvelopeSocket:
         if self._has_ended:
             self.release()
         self._read_on()
-        return socket_frames.beginnings_in(unsent)
+        return beginnings_in(unsent)
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
@@ -262,13 +261,10 @@ class EnvelopeSocket:
         self.reading.release()
         # Not before: whoever reads after the pause must find the lock free, or nobody would.
         if pause is not None and self._paused:
-            self._read_on_after(pause)
-
-    def _read_on_after(self, pause: "concurrent.futures.Future[None]") -> None:
-        if self.writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
-            self._read_on()
-        else:
-            pause.add_done_callback(self._read_on)
+            if self.writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
+                self._read_on()
+            else:
+                pause.add_done_callback(self._read_on)
 
     def _read_on(self, *_: object) -> None:
         """Ends a pause. Does nothing if there is none."""

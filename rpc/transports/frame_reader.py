@@ -8,14 +8,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
+from google.protobuf.message import DecodeError
+
 from ...proto.v1 import agent_pb2
-from ..wire.parsing import SMALL_BYTES, check_envelope
-from .large_envelope import AttachedBytes, LargeEnvelope
+from ..contracts.options import MAX_ATTACHED_BYTES
+from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .pulse import PulseExchange
 from .segments import SegmentListener
 from .settings import MAX_ENVELOPE_BYTES
 from .socket_frames import HEADER, MAX_ATTACHING_BYTES, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_in
-from .tls_socket import AnySocket
+from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["READ_BYTES", "RECVMSG_ARGS", "FrameReader"]
 
@@ -37,6 +39,47 @@ RECVMSG_ARGS: Final = READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTO
 """The arguments of the `recvmsg` that brings descriptors, too."""
 
 
+_Arrived = tuple[agent_pb2.Envelope, int] | tuple[agent_pb2.Envelope, int, memoryview]
+"""An envelope, the bytes of memory that it takes, and those that followed it, if any did."""
+
+
+@final
+class _LargeEnvelope:
+    """Memory for an envelope of which more has to come than is read at a time, or for what follows one."""
+
+    def __init__(self, memory: memoryview, finish: Callable[[], _Arrived]) -> None:
+        self.missing = memory
+        """What has not arrived."""
+        self.finish = finish
+        """Returns what has arrived when nothing is missing. Raises DecodeError."""
+
+    def read(self, connection: AnySocket) -> bytes:
+        """Reads what has arrived; returns what belongs to the frames after it.
+
+        Raises:
+            BlockingIOError: nothing has arrived.
+            ConnectionResetError: the peer has closed the connection.
+        """
+        if isinstance(connection, TlsSocket):  # decrypts all that has arrived
+            data = connection.recv()
+            count = self.fill(data)
+            after = data[count:]
+        else:
+            count = connection.recv_into(self.missing)
+            self.missing = self.missing[count:]
+            after = b""
+        if not count:
+            raise ConnectionResetError
+        return after
+
+    def fill(self, data: bytes | memoryview) -> int:
+        """Takes as much of some bytes as is missing; returns how many."""
+        count = min(len(data), len(self.missing))
+        self.missing[:count] = data[:count]
+        self.missing = self.missing[count:]
+        return count
+
+
 @final
 class FrameReader:
     """The receiving half of one socket. Used by one thread at a time."""
@@ -51,9 +94,7 @@ class FrameReader:
         """Has received nothing yet.
 
         Args:
-            on_envelope: called with each envelope, in order, the bytes of memory that it takes, and those that
-                followed it, if any did. Returns what to wait for before more is read, if anything. Must not block
-                or raise.
+            on_envelope: called with each envelope, in order: see `TransportListener.on_envelope`.
             segments: handles the frames about shared memory, on a unix socket; None if there must be none.
             pulses: handles those about pulses, there, and saves heartbeats; None if there must be none.
             allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
@@ -66,7 +107,7 @@ class FrameReader:
         """In the order of their frames; _LOST for each that this process had no place for."""
         self._beginning = b""
         """Bytes of a frame whose rest has not arrived."""
-        self.large: LargeEnvelope | AttachedBytes | None = None
+        self.large: _LargeEnvelope | None = None
         """The envelope that is being received, or what follows one, if more is to come than is read at a time: the
         next bytes are to be read by `read_large`."""
         self.pause: concurrent.futures.Future[None] | None = None
@@ -88,18 +129,14 @@ class FrameReader:
             raise ValueError("descriptors without segments")
 
     def read_large(self, connection: AnySocket) -> bool:
-        """Reads what has arrived of a large envelope, and returns and raises what `take` does.
-
-        Raises:
-            BlockingIOError: nothing has arrived.
-            OSError: the connection is broken.
-        """
-        assert self.large is not None
-        after = self.large.read(connection)
-        if (arrived := self.large.arrived) is None:
+        """Reads what has arrived of a large envelope, and returns and raises what `take` does, and OSErrors."""
+        large = self.large
+        assert large is not None
+        after = large.read(connection)
+        if large.missing:
             return False
         self.large = None
-        self._deliver(*arrived)
+        self._deliver(*large.finish())
         return self.take(after) if after else False
 
     def take(self, data: bytes) -> bool:
@@ -125,7 +162,7 @@ class FrameReader:
                 if length > _MAX_BYTES.get(kind, MAX_SIDE_FRAME_BYTES):
                     raise ValueError(f"a frame of {length} bytes")
                 if length > READ_BYTES:
-                    self.large = LargeEnvelope(length, data[content:])
+                    self._begin_large(length, data[content:])
                     start = end
                 break
             start = content + length
@@ -144,16 +181,27 @@ class FrameReader:
         self._beginning = data[start:]
         return False
 
-    def _take_attached(self, envelope: bytes, following: memoryview) -> int:
-        """Begins to receive what follows an envelope; returns how much of it is there."""
-        if len(envelope) > MAX_ATTACHING_BYTES:  # `take` checks those that arrive in pieces
-            raise ValueError(f"a frame of {len(envelope)} bytes")
-        large = AttachedBytes(envelope, self._allocate)
+    def _begin_large(self, nbytes: int, beginning: bytes) -> None:
+        """Begins to receive an envelope of more than READ_BYTES."""
+        data = bytearray(nbytes)
+        self.large = _LargeEnvelope(memoryview(data), lambda: parse_envelope(bytes(data)))
+        self.large.fill(beginning)
+
+    def _take_attached(self, data: bytes, following: memoryview) -> int:
+        """Reads what has arrived of a large envelope; returns and raises what `take` does, and OSErrors."""
+        if len(data) > MAX_ATTACHING_BYTES:  # `take` checks those that arrive in pieces
+            raise ValueError(f"a frame of {len(data)} bytes")
+        envelope, nbytes = parse_envelope(data)
+        attached_nbytes = envelope.attached_nbytes
+        if not 0 < attached_nbytes <= MAX_ATTACHED_BYTES:
+            raise DecodeError(f"{attached_nbytes} bytes that are attached to an envelope")
+        memory = self._allocate(attached_nbytes)
+        large = _LargeEnvelope(memory, lambda: (envelope, nbytes + attached_nbytes, memory))
         count = large.fill(following)
-        if (arrived := large.arrived) is None:
+        if large.missing:
             self.large = large
         else:
-            self._deliver(*arrived)
+            self._deliver(envelope, nbytes + attached_nbytes, memory)
         return count
 
     def _deliver(self, *arrived: Any) -> None:

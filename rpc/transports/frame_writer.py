@@ -18,6 +18,7 @@ from ...net.inheritance import at_fork
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 from .buffers import MAX_AT_ONCE, first_bytes, without_first
+from .socket_frames import has_envelope
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["AttachedFrame", "FrameWriter"]
@@ -155,14 +156,10 @@ class FrameWriter:
             self._queue.append(frame)
         self.put()
 
-    def withdraw(self, is_wanted: Callable[[bytes], bool]) -> bool:
-        """Removes a frame from the queue, if nothing of it has been written.
+    def withdraw(self, beginning: bytes) -> bool:
+        """Removes the envelope with this beginning from the queue, if nothing of it has been written.
 
-        Args:
-            is_wanted: returns whether a frame is the one to remove.
-
-        Returns:
-            False if there is no such frame, or another thread is writing.
+        Returns False if there is none, or another thread is writing.
         """
         if not self._writing.acquire(blocking=False):
             return False
@@ -170,7 +167,7 @@ class FrameWriter:
             self._unbegin()
             first = self._begun
             for index, frame in enumerate(list(self._queue)[first:], first):
-                if is_wanted(frame):
+                if has_envelope(beginning, frame):
                     del self._queue[index]
                     return True
             return False

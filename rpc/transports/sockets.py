@@ -256,7 +256,7 @@ class SocketListener:
                     raise ConnectionRefusedError("its nonce is of no offer, or of one that has expired")
                 if names is not None and worker_host_name(offered.worker.name) not in names:
                     raise ConnectionRefusedError(f"its certificate is not for worker {offered.worker.name!r}")
-                await _send(self._loop, admitted, _ADMITTED)
+                admitted.send(_ADMITTED)
             self.audit.authenticate(kind, peer, offered.worker.name)
         except TimeoutError:
             self.audit.deny(kind, f"it has not said its nonce within {NONCE_TIMEOUT_S:g} s", peer=peer)
@@ -301,20 +301,13 @@ async def _dial(
         if identity is not None and offer.kind == TCP:
             dialed = TlsSocket(connection, identity.client_context(), worker_host_name(member.info.name))
             await dialed.handshake(loop)
-        await _send(loop, dialed, offer.nonce)
+        dialed.send(offer.nonce)  # for which there is room in a new connection
         await _receive(loop, dialed, len(_ADMITTED))
         _prepare(connection)
     except BaseException:
         connection.close()
         raise
     return dialed
-
-
-async def _send(loop: asyncio.AbstractEventLoop, connection: AnySocket, data: bytes) -> None:
-    if isinstance(connection, TlsSocket):
-        await connection.send_soon(loop, data)
-    else:
-        await loop.sock_sendall(connection, data)
 
 
 async def _receive(loop: asyncio.AbstractEventLoop, connection: AnySocket, count: int) -> bytes:

@@ -90,11 +90,6 @@ class TlsSocket:
                 await self._flush(loop)
                 return certified_names(self._ssl.getpeercert())
 
-    async def send_soon(self, loop: asyncio.AbstractEventLoop, data: bytes) -> None:
-        """Sends some bytes."""
-        self._ssl.write(data)
-        await self._flush(loop)
-
     async def receive_soon(self, loop: asyncio.AbstractEventLoop, count: int) -> bytes:
         """Returns between 1 and `count` bytes; none if the peer has closed the connection."""
         while True:

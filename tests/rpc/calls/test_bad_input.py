@@ -17,7 +17,7 @@ from gradwire.errors import (
     UnknownWorkerError,
 )
 from gradwire.rpc.contracts.messages import Handler, MessageType
-from gradwire.rpc.peers import envelope_limit
+from gradwire.rpc.peers import peer
 
 from tests.remote_functions import add, identity, set_event, wait_for
 
@@ -377,10 +377,10 @@ def test_a_message_with_too_many_parts(two_workers):
         shape, strides = (2, *[1] * 60, 2), (0, *[1 << 40] * 60, 1)
         small = [torch.zeros(2).as_strided(shape, strides) for _ in range(2_500)]
         assert len(rpc.rpc_sync("worker1", identity, (small,))) == 2_500
-        limit, envelope_limit.MAX_ENVELOPE_BYTES = envelope_limit.MAX_ENVELOPE_BYTES, 1 << 20
+        limit, peer.MAX_ENVELOPE_BYTES = peer.MAX_ENVELOPE_BYTES, 1 << 20
         with pytest.raises(SerializationError, match="too many tensors"):
             rpc.rpc_async("worker1", identity, (small,))
-        envelope_limit.MAX_ENVELOPE_BYTES = limit
+        peer.MAX_ENVELOPE_BYTES = limit
         assert torch.equal(rpc.rpc_sync("worker1", identity, (torch.ones(1 << 20),)), torch.ones(1 << 20))
 
     two_workers[0].run(check)

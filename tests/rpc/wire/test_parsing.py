@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from gradwire.errors import SerializationError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.peers.envelope_limit import check_size
+from gradwire.rpc.peers.peer import check_size
 from gradwire.rpc.profiling.events import events_from_tensor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import FrameReader
