@@ -223,7 +223,7 @@ class Network:
         peers = self.peers.all()
         told = [] if end.orderly else [peer for peer in peers if peer.absence is None][:FAREWELL_DIALS]
         await asyncio.gather(*(peer.close(DRAIN_SECONDS, end, dial=peer in told) for peer in peers))
-        await self.channels.close()
         await self._sockets.close()
+        await self.channels.close()
         self._pulse.close()
         await self._endpoint.stop()

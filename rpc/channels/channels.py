@@ -98,7 +98,6 @@ class Channels:
         for each in self._used():
             each.drop(ConnectionError("this worker shuts down"))
         self.cache.close()
-        await self.bulk.sockets.close()
         await self.devices.close()
 
 

@@ -38,7 +38,6 @@ class Backlog:
     """What one worker has not read of the answers to it, and its calls that wait for that."""
 
     def __init__(self, worker: WorkerInfo, queued_bytes: Callable[[], int]) -> None:
-        """Args: worker: the worker. queued_bytes: returns the bytes that are queued for it."""
         self.worker = worker
         self.queued_bytes = queued_bytes
         # Guarded by the lock of Backlogs.
@@ -55,12 +54,7 @@ class Backlogs:
     """The backlogs of all workers of one agent. Safe to use from any thread."""
 
     def __init__(self, options: FlowControlOptions, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        """Postpones nothing yet.
-
-        Args:
-            options: the bounds.
-            call_soon: calls a function on the event loop. Raises RuntimeError when that has ended.
-        """
+        """Postpones nothing yet; `call_soon` raises RuntimeError when the event loop has ended."""
         self._max_calls = MAX_CALLS_FACTOR * max(options.max_in_flight, options.max_received)
         self._max_bytes = options.max_unsent_bytes
         self._max_total_bytes = options.max_total_unsent_bytes
@@ -100,12 +94,7 @@ class Backlogs:
             return True
 
     def on_answer(self, backlog: Backlog, nbytes: int) -> None:
-        """Counts an answer that has been sent, or queued.
-
-        Args:
-            backlog: of the caller.
-            nbytes: of the answer, at least MIN_ANSWER_BYTES.
-        """
+        """Counts an answer to a caller that has been sent, or queued, of MIN_ANSWER_BYTES at least."""
         with self._lock:
             backlog.answered += nbytes
             if backlog.answered < self._look_bytes:
@@ -128,11 +117,9 @@ class Backlogs:
             return {"postponed_requests": len(backlog.postponed or ())}
 
     def _exceeds(self, backlog: Backlog, part: int) -> bool:
-        """Returns whether more is queued for a worker than a part of a bound. Called with the lock.
+        """Returns whether more is queued for a worker than a bound, or half of it if `part` is 2.
 
-        Args:
-            backlog: of the worker.
-            part: 1 for the whole bound, 2 for half of it.
+        Called with the lock.
         """
         backlog.seen = backlog.queued_bytes()
         if part * backlog.seen > self._max_bytes:

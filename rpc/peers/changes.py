@@ -24,12 +24,9 @@ class Changes:
     """The changes of one peer's state. Used on the event loop."""
 
     def __init__(self, worker: WorkerInfo, watchers: Sequence[WorkerWatcher], executor: Executor) -> None:
-        """Makes what tells of the changes of one peer.
+        """Tells watchers in their order: see WorkerWatcher. Others may be added before there is a connection.
 
-        Args:
-            worker: the peer.
-            watchers: are told in this order: see WorkerWatcher. Others may be added before there is a connection.
-            executor: its threads handle what may take its time.
+        The threads of the executor handle what may take its time.
         """
         self._worker = worker
         self._watchers = watchers

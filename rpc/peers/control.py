@@ -58,11 +58,8 @@ class ControlStreams(WorkerWatcher):
     ) -> None:
         """Sends nothing yet.
 
-        Args:
-            peers: of the agent.
-            values: pickles payloads.
-            scheduler: runs tasks on the control thread.
-            takes_along: whether messages may travel in the envelopes of others.
+        The scheduler runs tasks on the control thread. Unless `takes_along`, messages do not travel in the
+        envelopes of others.
         """
         self._peers = peers
         self._values = values

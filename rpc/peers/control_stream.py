@@ -65,7 +65,6 @@ class ControlStream:
     """
 
     def __init__(self, worker: WorkerInfo) -> None:
-        """Args: worker: the peer."""
         self.worker = worker
         self.is_waiting = False
         """Whether something is to be sent. Who sends an envelope calls `ControlStreams.take_along` then."""
@@ -247,10 +246,7 @@ class ControlStream:
     def process(self, run: Run, kinds: Collection[str] | None = None) -> None:
         """Processes the messages that have arrived, unless another thread does that: it takes these, too.
 
-        Args:
-            run: runs the handler of a message.
-            kinds: only those before the first one of another kind; then it is called again, without this. None for
-                all.
+        If kinds are given, only those before the first one of another kind; then it is called again without them.
         """
         arrived = self._arrived
         while arrived and self._processing.acquire(blocking=False):

@@ -112,7 +112,6 @@ class FlowControl:
     """Counts the calls of one agent that are in flight, and has more of them wait. Safe to use from any thread."""
 
     def __init__(self, options: FlowControlOptions) -> None:
-        """Args: options: the bounds."""
         self.nesting = Nesting()
         self._options = options
         self._max_calls, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
@@ -132,13 +131,9 @@ class FlowControl:
         self._set_total_limit()
 
     def admit(self, window: Window, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
-        """Counts a call as in flight, or has it wait for that.
+        """Counts a call with arguments of so many bytes as in flight, or has it wait for that.
 
-        Args:
-            window: of the worker that is called.
-            identifier: of the call.
-            nbytes: of its arguments.
-            blocks: whether the thread would block in the wait; an event loop must not.
+        If it `blocks` the thread in the wait, that must not run an event loop.
 
         Returns:
             None if the call is admitted; else it is when `woken` of the waiter is done, unless it has failed.

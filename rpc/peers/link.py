@@ -119,14 +119,6 @@ class Links:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, liveness: Liveness, addresses: Addresses, evictor: Evictor
     ) -> None:
-        """Makes what the links of one agent share.
-
-        Args:
-            loop: the event loop.
-            liveness: how long workers are suspect.
-            addresses: of workers.
-            evictor: removes workers that do not come back.
-        """
         self.loop = loop
         self.liveness = liveness
         self.addresses = addresses
@@ -153,13 +145,7 @@ class Link:
     """The link to one worker. Used on the event loop, except where other threads only read."""
 
     def __init__(self, owner: LinkOwner, address: str, links: Links) -> None:
-        """Makes the link to a worker, which is not connected.
-
-        Args:
-            owner: has the connection.
-            address: of the worker.
-            links: of this agent.
-        """
+        """Makes the link to a worker at an address, which is not connected."""
         self.state = LinkState.UNCONNECTED
         self.has_connected = False
         """Whether there has ever been a connection."""

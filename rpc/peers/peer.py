@@ -67,14 +67,9 @@ class MessageListener(Protocol):
     def on_message(
         self, peer: "Peer", envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
     ) -> Pause:
-        """Handles a message that has arrived with all payloads.
+        """Handles a message that has arrived with all payloads; the bytes are those of its envelope, too.
 
-        Args:
-            peer: the sender.
-            envelope: the message's.
-            payloads: reads the payloads that the envelope names.
-            nbytes: of envelope and payloads.
-            announced: whether `on_announced` came before.
+        If it was `announced`, `on_announced` came before.
         """
 
     def on_rejected(self, peer: "Peer", envelope: agent_pb2.Envelope, error: Exception) -> Pause:
@@ -157,13 +152,7 @@ class Peer:
     """What has gone between it and this worker."""
 
     def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
-        """Makes the peer of a worker, without a connection.
-
-        Args:
-            member: the worker.
-            parts: of this agent.
-            is_me: whether it is this worker itself.
-        """
+        """Makes the peer of a worker, which may be this one itself, without a connection."""
         info = self.info = member.info
         self.member = member
         self.id = info.wire_id
@@ -475,9 +464,7 @@ _PARTS: Mapping[str, Callable[[Peer], Any]] = {
 def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
     """Raises SerializationError if receivers would refuse an envelope: it has too many bytes, or too many parts.
 
-    Args:
-        envelope: the envelope, serialized.
-        attached: what is put into it where there is no socket.
+    What is attached is put into it where there is no socket.
     """
     nbytes = len(envelope) + sum(map(len, attached))
     problem = f"{nbytes} bytes, of {MAX_ENVELOPE_BYTES} at most"

@@ -16,7 +16,7 @@ class Peers:
     """The peers of one agent. They are added on one thread, and looked up on any."""
 
     def __init__(self, me: WorkerInfo, *, dynamic: bool = False) -> None:
-        """Args: me: this worker. dynamic: whether workers join and leave at any time."""
+        """Knows nobody yet. Workers join and leave a dynamic group at any time."""
         self.me = me
         self.by_id: dict[int, Peer] = {}
         """All peers, by wire id: current and former ones, and this worker itself."""

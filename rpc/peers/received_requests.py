@@ -39,17 +39,12 @@ class ReceivedRequests:
     """Counts the requests that wait for a thread of one agent. Safe to use from any thread."""
 
     def __init__(self, options: FlowControlOptions) -> None:
-        """Args: options: the bounds."""
         self._max_requests = options.max_received
         self._max_bytes = options.max_received_bytes
         self._lock = threading.Lock()
 
     def add(self, queue: ReceivedQueue, nbytes: int) -> "concurrent.futures.Future[None] | None":
-        """Counts a request that has arrived and waits for a thread.
-
-        Args:
-            queue: of the worker that has sent it.
-            nbytes: of its envelope and payloads.
+        """Counts a request that has arrived and waits for a thread, with the bytes of its envelope and payloads.
 
         Returns:
             A future: nothing more should be read from the worker before it is done. None if there is no need.

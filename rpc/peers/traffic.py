@@ -17,17 +17,6 @@ class Traffic:
     Whoever sends or receives a message with all of its bytes inside counts that up here, with the lock.
     """
 
-    __slots__ = (
-        "_apart_received",
-        "_apart_sent",
-        "bytes_sent",
-        "inline_received",
-        "inline_sent",
-        "lock",
-        "messages_received",
-        "messages_sent",
-    )
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.messages_sent = self.messages_received = 0
@@ -41,12 +30,9 @@ class Traffic:
         self._apart_received: dict[str, int] = {}
 
     def sent_by_channel(self, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
-        """Counts a message that has been sent with payloads outside it.
+        """Counts a message that has been sent with payloads outside it: the bytes inside it, and apart by channel.
 
-        Args:
-            nbytes: all bytes, without those of a broadcast that another message has counted.
-            inline: bytes inside the message.
-            apart: bytes outside it, by channel.
+        `nbytes` are all of them, without those of a broadcast that another message has counted.
         """
         with self.lock:
             self.messages_sent += 1

@@ -56,21 +56,15 @@ class BulkSockets:
     """Makes bundles of connections, and offers them to peers. Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sockets: SocketListener) -> None:
-        """Args: loop: the event loop. sockets: makes and accepts connections, of the kinds that may be used."""
+        """Has made no connections yet."""
         self._loop = loop
         self._sockets = sockets
         self._numbers = itertools.count(1)
         self._requests: dict[int, tuple[BulkPeer, asyncio.Future[Sequence[agent_pb2.SocketOffer]]]] = {}
         """Who is to offer connections, and its offers, by number of the bundle."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     async def connect(self, peer: BulkPeer, count: int) -> tuple[int, list[AnySocket]]:
-        """Asks a peer for connections, and makes them.
-
-        Args:
-            peer: the receiver of what is to be sent.
-            count: the number of connections.
+        """Asks a peer for so many connections to it, and makes them.
 
         Returns:
             The number of the bundle, and its connections; none if not all of them can be made.
@@ -113,9 +107,9 @@ class BulkSockets:
         """Handles the request of a peer, whose listener gets the connections."""
         bundle, offered = request.bundle, []
         is_valid = bool(self._sockets.kinds) and 0 < request.connections <= MAX_BULK_CONNECTIONS
-        if not self._is_closed and is_valid and listener.on_offered(bundle):
+        if is_valid and listener.on_offered(bundle):
             offered = self._offer(peer, request.connections)
-            self.start(self._accept(bundle, offered, listener))
+            self._sockets.start(self._accept(bundle, offered, listener))
         offers = [each.offer for each in offered]
         peer.send_frame(agent_pb2.Frame(bulk_offer=agent_pb2.BulkOffer(bundle=bundle, sockets=offers)))
 
@@ -128,13 +122,6 @@ class BulkSockets:
     def on_malformed(self, peer: BulkPeer, error: Exception) -> None:
         """Records that a peer has sent bytes on a bulk connection that are no payload. Called on any thread."""
         self._sockets.audit.deny("bulk", error, worker=peer.info.name)
-
-    async def close(self) -> None:
-        """Offers nothing any more."""
-        self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _offer(self, peer: BulkPeer, count: int) -> list[OfferedSocket]:
         """Returns this many offers, or none."""
@@ -160,8 +147,5 @@ class BulkSockets:
             listener.on_not_connected(bundle)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine that makes connections, or waits for them, at most until `close`."""
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        """Runs a coroutine that makes connections, at most until no sockets are offered any more."""
+        return self._sockets.start(coroutine)

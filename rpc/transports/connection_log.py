@@ -16,10 +16,7 @@ log = logging.getLogger(__name__)
 def log_connection(parts: StreamParts, peer: WorkerInfo, way: AnySocket | str) -> None:
     """Logs a connection that has been made, at level INFO.
 
-    Args:
-        parts: of the agent.
-        peer: the worker at the other end.
-        way: the socket that carries the envelopes; or, if gRPC does, the address of the peer's server.
+    Its `way` is the socket that carries the envelopes; or, if gRPC does, the address of the peer's server.
     """
     if log.isEnabledFor(logging.INFO):
         me = parts.handshake.me.name

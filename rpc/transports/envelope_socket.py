@@ -27,7 +27,6 @@ from .socket_frames import (
     MAX_NUMBERS,
     SEGMENT,
     FrameKind,
-    beginnings_in,
     numbers_frame,
     take_numbers,
 )
@@ -61,16 +60,12 @@ class EnvelopeSocket:
         reader: FrameReader,
         on_end: OnSocketEnd,
     ) -> None:
-        """Takes over a connected socket, and reads nothing before `start`.
+        """Takes over a connected socket and its reader, and reads nothing before `start`.
 
-        Args:
-            name: what debug info calls this kind of connection.
-            connection: the socket; closed by `close`, or when the peer has closed it.
-            executor: its threads read.
-            reader: handles what arrives; closed with the connection.
-            on_end: called once, after the last envelope.
+        It is closed by `close`, or when the peer has closed it; `on_end` is called once, after the last envelope.
         """
         self.name = name
+        """What debug info calls this kind of connection."""
         connection.settimeout(0)
         self._connection = connection
         self._executor = executor
@@ -124,10 +119,6 @@ class EnvelopeSocket:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self.writer.put(frame)
 
-    def withdraw(self, beginning: bytes) -> bool:
-        """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
-        return self.writer.withdraw(beginning)
-
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
         kind = FrameKind.SHARED_SEGMENT if is_shared else FrameKind.SEGMENT
@@ -166,7 +157,7 @@ class EnvelopeSocket:
         if self._has_ended:
             self.release()
         self._read_on()
-        return beginnings_in(unsent)
+        return unsent
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""

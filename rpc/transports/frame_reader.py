@@ -114,11 +114,9 @@ class FrameReader:
         """The last that `on_envelope` has returned. Whoever has waited for it resets it."""
 
     def add_descriptors(self, rights: Sequence[tuple[int, int, bytes]], flags: int) -> None:
-        """Keeps the descriptors that `recvmsg` has brought. Raises ValueError if there are too many.
+        """Keeps the descriptors that `recvmsg` has brought; `flags` tell whether the kernel has dropped one.
 
-        Args:
-            rights: the ancillary data.
-            flags: tell whether the kernel has dropped a descriptor; senders send one at a time.
+        Raises ValueError if there are too many. Senders send one at a time.
         """
         for _, _, descriptors in rights:
             count = len(descriptors) // _DESCRIPTOR.size
@@ -188,7 +186,7 @@ class FrameReader:
         self.large.fill(beginning)
 
     def _take_attached(self, data: bytes, following: memoryview) -> int:
-        """Reads what has arrived of a large envelope; returns and raises what `take` does, and OSErrors."""
+        """Begins to receive what follows an envelope, into memory of its own; returns how much of it is there."""
         if len(data) > MAX_ATTACHING_BYTES:  # `take` checks those that arrive in pieces
             raise ValueError(f"a frame of {len(data)} bytes")
         envelope, nbytes = parse_envelope(data)

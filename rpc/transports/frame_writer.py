@@ -11,20 +11,17 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast, final
 
 from ...net.inheritance import at_fork
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 from .buffers import MAX_AT_ONCE, first_bytes, without_first
-from .socket_frames import has_envelope
+from .socket_frames import beginnings_in, has_envelope
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["AttachedFrame", "FrameWriter"]
-
-KEPT_BYTES = 64
-"""Bytes that are kept of a frame that will not be written: enough to tell which envelope it carried."""
 
 MAX_WRITE_BYTES = 1 << 20
 MAX_WRITE_FRAMES = 64
@@ -85,8 +82,8 @@ class FrameWriter:
         self._writable = os.dup(connection.fileno())
         self._is_watched = False
         self._is_to_be_released = False
-        self._unwritten: list[bytes] = []
-        """The first `KEPT_BYTES` of each frame that was in the queue, and not begun, when the connection broke."""
+        self._unwritten: set[bytes] = set()
+        """The beginnings of the envelopes in the queue, and not begun, when the connection broke."""
         self.is_broken = False
         """Whether nothing can be sent any more."""
         self.has_sent = False
@@ -106,8 +103,7 @@ class FrameWriter:
     def put(self, frame: bytes = b"") -> None:
         """Writes a frame behind those that are queued, or queues it; drops it if the connection is broken.
 
-        Args:
-            frame: the frame; by default none, and what is queued is written.
+        Without a frame, writes what is queued.
         """
         queue, connection = self._queue, self._connection
         if frame:
@@ -178,8 +174,8 @@ class FrameWriter:
             else:
                 self.put()  # a thread may have found the lock held
 
-    def take_unwritten(self) -> list[bytes]:
-        """Returns the first bytes of each frame of which nothing has been written. Called once, after `cut`.
+    def take_unwritten(self) -> Collection[bytes]:
+        """Returns the beginnings of the envelopes of which nothing has been written. Called once, after `cut`.
 
         Returns nothing while another thread is writing: which frames that one has begun cannot be told then.
         """
@@ -188,13 +184,12 @@ class FrameWriter:
             self._writing.release()
             if self._is_to_be_released:
                 self.release()
-        unwritten, self._unwritten = self._unwritten, []
-        return unwritten
+        return self._unwritten
 
     def _drop_queue(self) -> None:
         """Drops what will not be written any more. Called with the lock."""
         self._unbegin()
-        self._unwritten += [frame[:KEPT_BYTES] for frame in list(self._queue)[self._begun :]]
+        self._unwritten |= beginnings_in(list(self._queue)[self._begun :])
         self._begun, self._left, self._is_partial = 0, [], False
         self._queue.clear()
 

@@ -35,12 +35,9 @@ class GrpcEndpoint:
     """Used on the event loop only, except the constructor."""
 
     def __init__(self, worker: str, credentials: Credentials | None, liveness: Liveness | None = None) -> None:
-        """Makes an endpoint that does not serve yet.
+        """Makes the endpoint of this worker, which does not serve yet.
 
-        Args:
-            worker: the name of this worker.
-            credentials: those of the job; None for connections in the clear that anybody may make.
-            liveness: how long peers may be silent; by default that of the options of a worker.
+        Without credentials, connections are in the clear, and anybody may make them.
 
         Raises:
             CredentialsError: the credentials are not valid, or for another worker.
@@ -58,11 +55,7 @@ class GrpcEndpoint:
         self._file: SocketFile | None = None
 
     def serve(self, methods: dict[str, Any]) -> None:
-        """Sets what the agent's gRPC service does when it listens.
-
-        Args:
-            methods: the handlers of the service's methods, by name.
-        """
+        """Sets the handlers of the methods of the agent's gRPC service, by name."""
         self._methods = methods
 
     def _make_server(self, options: Sequence[tuple[str, int]]) -> Any:
@@ -110,7 +103,7 @@ class GrpcEndpoint:
         Args:
             worker: the worker's name.
             address: of its server, which may be forged.
-            options: of the channel, without their prefix, besides those of all channels.
+            options: without their prefix, besides those of all channels.
 
         Raises:
             OSError: the address is not to be dialled.
@@ -133,23 +126,14 @@ class GrpcEndpoint:
         return channel
 
     def on_stream(self, context: Any) -> str:
-        """Records a stream that a peer has opened; returns the peer's address.
-
-        Args:
-            context: of the call, which the server is serving.
-        """
+        """Records a stream that a peer has opened, by the context of its call; returns the peer's address."""
         peer = address_of(context)
         if not self._encrypts:  # else its connection has been recorded
             self.audit.connect("agent", peer)
         return peer
 
     def why_refused(self, context: Any, worker: str) -> str:
-        """Returns why the peer of a call may not be this worker; empty if it may.
-
-        Args:
-            context: of the call, which the server is serving.
-            worker: the name that the peer has said.
-        """
+        """Returns why the peer of a call may not be the worker that it says it is; empty if it may."""
         if not self._encrypts:
             return ""
         peer = context.auth_context()

@@ -70,8 +70,8 @@ class GrpcStream:
 
         Args:
             parts: of the agent.
-            peer: the worker at the other end, which is told what comes by the stream, and of its end.
-            address: of its server.
+            peer: is told what comes by the stream, and of its end.
+            address: of the peer's server: host:port, or unix: and a path.
             number: of this stream among those of the two workers.
         """
         self.outbox = Outbox()
@@ -151,16 +151,13 @@ class GrpcStream:
         if self._state is StreamState.IDLE or (self.number and self._state is not StreamState.OPEN):
             self._finish(SHUT_DOWN, report=False)  # also if the peer is suspect: it may never answer
         else:
-            await self._say_goodbye(drain)
+            self._wake.set()
+            try:
+                await asyncio.wait_for(self._ended.wait(), drain)
+            except TimeoutError:
+                self._finish(SHUT_DOWN, report=False)
         if self._dialing is not None:
             self._dialing.cancel()
-
-    async def _say_goodbye(self, drain: float) -> None:
-        self._wake.set()
-        try:
-            await asyncio.wait_for(self._ended.wait(), drain)
-        except TimeoutError:
-            self._finish(SHUT_DOWN, report=False)
 
     def abort(self, reason: str) -> None:
         """Ends the stream for good, because the peer cannot be used. Called on the loop."""
@@ -192,8 +189,7 @@ class GrpcStream:
     def accept(self, number: int = 0) -> bool:
         """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials.
 
-        Args:
-            number: what the peer has counted to.
+        The peer has counted to `number`.
         """
         is_opening = self._state is StreamState.DIALING and self._worker.wire_id > self._parts.handshake.me.wire_id
         if is_opening or self._state is StreamState.OPEN:
@@ -206,13 +202,7 @@ class GrpcStream:
         return True
 
     async def welcome(self, read: Read, write: Write, remote: str) -> None:
-        """Accepts the stream that the peer has opened: offers it a socket, and runs the stream.
-
-        Args:
-            read: reads a frame.
-            write: writes one.
-            remote: the address of the other end, as gRPC tells it.
-        """
+        """Accepts the stream that the peer has opened from an address: offers it a socket, and runs the stream."""
         self._remote = remote.partition(":")[2]
         self._runner = asyncio.current_task()
         if (offered := self._socket.offer()) is None:
@@ -231,10 +221,7 @@ class GrpcStream:
     async def run(self, read: Read, write: Write, *, is_confirmed: bool = True) -> None:
         """Exchanges frames until either side says goodbye or the connection breaks.
 
-        Args:
-            read: reads a frame.
-            write: writes one.
-            is_confirmed: whether the peer lives for certain. It may have opened the stream some time ago.
+        Unless `is_confirmed`, the peer may not live any more: it may have opened the stream some time ago.
         """
         self._state = StreamState.OPEN
         self._runner = asyncio.current_task()
@@ -334,8 +321,7 @@ class GrpcStream:
             self._is_busy = False
             if frame.HasField("choice"):
                 await self._socket.on_choice(frame.choice.kind)
-                self._wake.set()
-                self._log_if_grpc()
+                self._on_chosen()
             self.peer.on_frame(frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)

@@ -30,17 +30,12 @@ class GrpcStreams:
     """Makes the stream to each peer. Used on the event loop only, except `make`."""
 
     def __init__(self, parts: StreamParts, peers: Mapping[int, StreamPeer]) -> None:
-        """Args: parts: of the agent. peers: by the id of their worker."""
+        """Makes the streams of an agent to its peers, which it knows by the id of their worker."""
         self._parts = parts
         self._peers = peers
 
     def make(self, peer: TransportListener, address: str) -> GrpcStream:
-        """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used.
-
-        Args:
-            peer: the worker at the other end.
-            address: of the peer's server: host:port, or unix: and a path.
-        """
+        """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used."""
         return GrpcStream(self._parts, peer, address)
 
     def renew(self, ended: GrpcStream) -> GrpcStream:

@@ -98,8 +98,7 @@ class Handshake:
     def open(self, version: RosterVersion) -> None:
         """Accepts the members from now on, those included whose hello has been waiting.
 
-        Args:
-            version: of the log that they are known from, for this worker's hellos.
+        This worker's hellos say the version of the log that they are known from.
         """
         if version.length:
             self.hello.roster.length, self.hello.roster.digest = version.length, version.digest
@@ -112,11 +111,7 @@ class Handshake:
     async def receive_hello(self, context: Any) -> tuple[WorkerInfo, agent_pb2.Hello]:
         """Reads the hello of a stream, and nothing else; returns it, and the worker that sent it.
 
-        Args:
-            context: of the gRPC call that is the stream.
-
-        Raises:
-            RefusedError: the worker is not accepted, or says no hello in time.
+        Raises RefusedError if the worker is not accepted, or says no hello in time.
         """
         peer, claimed = self.endpoint.on_stream(context), ""
         if self._unadmitted >= MAX_UNADMITTED:
@@ -153,10 +148,6 @@ class Handshake:
 
     async def admit(self, hello: agent_pb2.Hello, context: Any) -> WorkerInfo:
         """Returns the worker that sent a hello, once `open` has been called.
-
-        Args:
-            hello: what the peer says.
-            context: of the gRPC call by which it came.
 
         Raises:
             RefusedError: its certificate is for another worker, or it has another version of the protocol,

@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import logging
 import termios
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from ..contracts.liveness import Liveness
@@ -48,14 +49,12 @@ class Watched(Protocol):
 
 
 @final
+@dataclass(slots=True)
 class _State:
     """When something has come by a connection, and gone, by the clock of Heartbeats."""
 
-    __slots__ = ("heard", "sent")
-
-    def __init__(self, now: float) -> None:
-        self.heard = now
-        self.sent = now
+    heard: float
+    sent: float
 
 
 @final
@@ -63,13 +62,7 @@ class Heartbeats:
     """Watches the connections of one agent. Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, liveness: Liveness, pulse: Pulse) -> None:
-        """Watches nothing yet.
-
-        Args:
-            loop: the event loop.
-            liveness: how long peers may be silent.
-            pulse: beats while the timer runs.
-        """
+        """Watches nothing yet; the pulse beats while the timer runs."""
         self._loop = loop
         self._liveness = liveness
         self.pulse = pulse
@@ -86,7 +79,7 @@ class Heartbeats:
 
     def add(self, connection: Watched) -> None:
         """Watches a connection from now on."""
-        self._watched[connection] = _State(self._now)
+        self._watched[connection] = _State(self._now, self._now)
         if self._timer is None:
             self._last_tick = self._loop.time()
             self._timer = self._loop.call_later(self._interval, self._tick)
@@ -120,15 +113,10 @@ class Heartbeats:
             connection.take_sent()  # which counts the heartbeat
         if connection.take_heard() or is_late:
             state.heard = self._now
-        elif self._is_silent(connection, self._now - state.heard):
-            connection.on_silent(self._now - state.heard)
-
-    def _is_silent(self, connection: Watched, seconds: float) -> bool:
-        liveness = self._liveness
-        if seconds < liveness.suspect_after:
-            return False
-        may_live = seconds < liveness.suspect_after + liveness.lease
-        return not (may_live and connection.sees_life(liveness.suspect_after))
+        elif (seconds := self._now - state.heard) >= (limit := self._liveness.suspect_after):
+            may_live = seconds < limit + self._liveness.lease
+            if not (may_live and connection.sees_life(limit)):
+                connection.on_silent(seconds)
 
 
 def has_unread(descriptor: int) -> bool:

@@ -21,11 +21,7 @@ _NOT_RUNNING: Final = frozenset("TtZXx")
 
 
 def process_at(path: str) -> int:
-    """Returns the process that listens on a unix socket; 0 if the kernel does not name it.
-
-    Raises:
-        OSError: nobody listens.
-    """
+    """Returns the process that listens on a unix socket; 0 if unknown. Raises OSError if nobody listens."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(0)
         connection.connect(path)
@@ -62,18 +58,12 @@ class ReceivedTimes:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Args: loop: the event loop."""
         self._loop = loop
         self._since: dict[tuple[_Address, int], float] | None = None
         """Seconds, by the address at the other end; None if that has to be found out."""
 
     def has_received(self, address: str, seconds: float) -> bool:
-        """Returns whether data has come, in the last seconds, by a connection with an address.
-
-        Args:
-            address: that of the other end: host:port.
-            seconds: how long ago at most.
-        """
+        """Returns whether data has come in the last seconds from an address, host:port."""
         if self._since is None:
             self._since = _since_received()
             self._loop.call_soon(self._discard)

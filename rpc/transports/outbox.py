@@ -79,7 +79,7 @@ class Outbox:
                 if envelope.startswith(beginning):
                     del self._queue[index]
                     return True
-        return self.socket is not None and self.socket.withdraw(beginning)
+        return self.socket is not None and self.socket.writer.withdraw(beginning)
 
     def use_socket(self, connection: EnvelopeSocket) -> None:
         """Sends by a socket from now on, beginning with what is queued."""

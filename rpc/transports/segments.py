@@ -36,13 +36,9 @@ class SegmentListener(Protocol):
         """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
 
     def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
-        """Handles a segment that the peer has made; the descriptor is closed after that.
+        """Handles a segment that the peer has made, of so many bytes; the descriptor is closed after that.
 
-        Args:
-            number: the peer's number of the segment.
-            size: its bytes.
-            descriptor: of the segment; -1 if it was lost, because this process had none left.
-            is_shared: whether other workers receive the same bytes.
+        It is -1 if it was lost, because this process had none left. Other workers receive a shared one, too.
         """
 
     def on_released(self, numbers: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 import struct
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 from .base import BEGINNING_BYTES
@@ -84,7 +84,7 @@ def has_envelope(beginning: bytes, frame: bytes) -> bool:
     return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] in _ENVELOPES
 
 
-def beginnings_in(frames: Sequence[bytes]) -> Collection[bytes]:
-    """Returns the beginnings of the envelopes in frames, of which the first bytes suffice."""
+def beginnings_in(frames: Sequence[bytes]) -> set[bytes]:
+    """Returns the beginnings of the envelopes in frames."""
     envelopes = [frame for frame in frames if HEADER.unpack_from(frame)[1] in _ENVELOPES]
     return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in envelopes}

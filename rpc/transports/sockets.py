@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, final
 
 from ...net.addresses import format_address, is_tcp_address
@@ -86,10 +86,9 @@ class OfferedSocket:
             self._connection.set_result(connection)
 
     async def connection(self, seconds: float = NONCE_TIMEOUT_S) -> AnySocket:
-        """Waits for the connection. Raises TimeoutError.
+        """Waits for the connection; by default as long as it takes if the other worker says that it has made it.
 
-        Args:
-            seconds: how long; by default as long as it takes if the other worker says that it has made it.
+        Raises TimeoutError.
         """
         async with asyncio.timeout(seconds):
             return await asyncio.shield(self._connection)
@@ -111,22 +110,15 @@ class SocketListener:
         identity: Identity | None = None,
         audit: Audit | None = None,
     ) -> None:
-        """Listens nowhere yet.
-
-        Args:
-            loop: the event loop.
-            kinds: UNIX, TCP or both: what may be offered.
-            identity: what this worker shows on TCP connections, and demands; None for connections without TLS.
-            audit: records who connects; by default one of its own.
-        """
+        """Listens nowhere yet. TCP connections have TLS if there is an identity, which this worker shows."""
         self._loop = loop
         self.audit = audit or Audit("")
         self.kinds = kinds
-        """What may be offered."""
+        """UNIX, TCP or both: what may be offered."""
         self._identity = identity
         self._where, self._ports = ("", ""), PortRange()
         self._listeners: dict[str, socket.socket] = {}
-        self._accepting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._unadmitted = asyncio.Semaphore(MAX_UNADMITTED)
         self._offered: weakref.WeakValueDictionary[bytes, OfferedSocket] = weakref.WeakValueDictionary()
         """The connections that are offered and have not been made, by nonce. Who has made an offer keeps it."""
@@ -136,14 +128,9 @@ class SocketListener:
         self._where, self._ports = (bind, advertised), ports
 
     def offer(self, worker: WorkerInfo, *, same_host: bool) -> OfferedSocket | None:
-        """Offers a connection to a worker, as long as the caller keeps the offer.
+        """Offers a connection to a worker, as long as the caller keeps the offer; None if there is none to offer.
 
-        Args:
-            worker: the other worker.
-            same_host: whether the worker is on this host, and in this network namespace.
-
-        Returns:
-            The offer; None if there is nothing to offer.
+        Two workers are on the same host if they are in one network namespace, too.
         """
         kind = UNIX if same_host and UNIX in self.kinds else TCP
         if kind not in self.kinds:
@@ -160,12 +147,9 @@ class SocketListener:
     async def dial(
         self, member: Member, offer: agent_pb2.SocketOffer, round_trip: float = 0.0
     ) -> AnySocket | None:
-        """Connects to what a worker offers, if it is of a kind that may be used.
+        """Connects to what a worker offers, to which a round trip takes so many seconds.
 
-        Args:
-            member: the worker. By TCP, no other host than its own is dialed.
-            offer: what it offers.
-            round_trip: seconds that a round trip to the worker has taken.
+        By TCP, no other host than the worker's own is dialed.
 
         Returns:
             The connection; None if there is none, for which the log says why.
@@ -187,9 +171,9 @@ class SocketListener:
     async def close(self) -> None:
         """Stops listening; connections that were not asked for are closed."""
         self._offered.clear()
-        for task in self._accepting:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners.values():
             listener.close()
 
@@ -197,7 +181,7 @@ class SocketListener:
         """Returns the address of a listener, which is made if there is none."""
         if kind not in self._listeners:
             self._listeners[kind] = self._make_listener(kind)
-            self._start(self._accept(kind, self._listeners[kind]))
+            self.start(self._accept(kind, self._listeners[kind]))
         name = self._listeners[kind].getsockname()
         if kind == UNIX:
             return str(name[1:].decode())
@@ -215,10 +199,12 @@ class SocketListener:
         listener.settimeout(0)
         return listener
 
-    def _start(self, coroutine: "asyncio._CoroutineLike[None]") -> None:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine that makes connections, or waits for them, at most until `close`."""
         task = self._loop.create_task(coroutine)
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, kind: str, listener: socket.socket) -> None:
         while True:
@@ -237,7 +223,7 @@ class SocketListener:
             if self._unadmitted.locked():  # the others wait in the listener's queue
                 self.audit.limit(kind, f"MAX_UNADMITTED={MAX_UNADMITTED}", peer=peer, refuses=False)
             await self._unadmitted.acquire()
-            self._start(self._admit(kind, connection, peer))
+            self.start(self._admit(kind, connection, peer))
 
     async def _admit(self, kind: str, connection: socket.socket, peer: str) -> None:
         """Hands a connection to whoever has offered it, else closes it."""

@@ -37,7 +37,7 @@ class StreamSocket:
 
         Args:
             parts: of the agent.
-            peer: the worker at the other end; gets the envelopes.
+            peer: gets the envelopes.
             outbox: of the stream; gets the socket.
             on_broken: called with the reason when the socket ends before the peer says that it does, and with
                 the error if the peer has sent bytes that are no message.
@@ -83,10 +83,7 @@ class StreamSocket:
     def choose(self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]) -> None:
         """Begins to connect the socket that the peer offers, while the stream carries all but envelopes.
 
-        Args:
-            offer: of the peer.
-            round_trip: seconds that a round trip to the peer has taken.
-            on_chosen: called when what to tell the peer is in the outbox.
+        Calls `on_chosen` when what to tell the peer is in the outbox. A round trip takes so many seconds.
         """
         self._outbox.is_held = True
         self._choosing = self._parts.loop.create_task(self._choose(offer, round_trip, on_chosen))
@@ -124,9 +121,8 @@ class StreamSocket:
     async def read_out(self, *, has_left: bool) -> None:
         """Waits until all that the peer has sent by the socket is read.
 
-        Args:
-            has_left: whether the peer has said goodbye: as long as more comes, it is what was sent before. Else it
-                may live and send without end, so this takes `READ_OUT_TIMEOUT_S` at most.
+        If it has left, that is what it sent before its goodbye, as long as more comes. Else it may live and send
+        without end, so this takes `READ_OUT_TIMEOUT_S` at most.
         """
         connection = self._outbox.socket
         while connection is not None and not self._ended.is_set():

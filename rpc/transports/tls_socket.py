@@ -43,12 +43,9 @@ class TlsSocket:
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, host_name: str | None) -> None:
-        """Takes over a connected socket.
+        """Takes over a connected socket. The peer's certificate must be for `host_name`.
 
-        Args:
-            connection: the socket.
-            context: for the side that this process is on.
-            host_name: for which the peer's certificate must be; None if this side has accepted the connection.
+        The name is None if this side has accepted the connection; the context is for the side that this one is on.
         """
         connection.settimeout(0)
         self._socket = connection

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -106,7 +106,7 @@ class _Channels:
     def __init__(self) -> None:
         executor: Any = _Executor()
         handshake: Any = SimpleNamespace(me=ME)
-        sockets: Any = SimpleNamespace(on_malformed=lambda *_: None, close=partial(asyncio.sleep, 0))
+        sockets: Any = SimpleNamespace(on_malformed=lambda *_: None)
         self.peer: Any = _Peer()
         self.runtime: Any = _Runtime()
         chunks = ChunkParts(_loop, handshake, str, OPTIONS)
