@@ -72,12 +72,10 @@ class Backlogs:
         Args:
             backlog: of the caller.
             resume: called on the event loop when the call may begin to run. Must not block.
-            is_call: False for a stream, which has begun and waits between two items. Their number has a bound of
-                its own.
+            is_call: False for a stream, which waits between two items, and of which there is a bound by itself.
 
         Raises:
-            LimitReachedError: more calls of the worker are postponed than it may have in flight, by the options
-                here.
+            LimitReachedError: more calls of the worker wait than it may have in flight, by the options here.
         """
         if not self.full:
             return False

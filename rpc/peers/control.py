@@ -189,8 +189,7 @@ class ControlStreams(WorkerWatcher):
     def receive(self, stream: ControlStream, envelope: agent_pb2.Envelope) -> bool:
         """Takes what an envelope of a peer has brought, and processes what is quick. Does not block.
 
-        Returns:
-            Whether there are other messages: `process` or `process_later` is to follow.
+        Returns whether there are other messages: `process` or `process_later` is to follow.
         """
         settled = stream.acknowledge(envelope.control)
         try:

@@ -121,14 +121,10 @@ class ControlStream:
         return bool(self._unacknowledged) and on_their_way < WINDOW and len(self._unacknowledged) > on_their_way
 
     def take_along(self, envelope: agent_pb2.Envelope, *, alone: bool = False) -> bool:
-        """Puts into an envelope what is to be sent now, if there is something.
+        """Puts into an envelope what is to be sent now; returns whether there is something.
 
-        Args:
-            envelope: is about to be sent.
-            alone: whether it has nothing else. If it has, it does not wait for another thread, and goes without.
-
-        Returns:
-            Whether something was put into it. If it is not sent, `send_again` has to be called.
+        If it is not sent then, `send_again` has to be called. An envelope that has something else, too, and is not
+        `alone`, does not wait for another thread, and goes without.
         """
         count, nbytes = (MAX_ALONE, MAX_ALONE_BYTES) if alone else (MAX_ATTACHED, MAX_ATTACHED_BYTES)
         if not self._lock.acquire(blocking=alone):
@@ -188,8 +184,7 @@ class ControlStream:
     def acknowledge(self, header: agent_pb2.ControlHeader) -> list[Settled]:
         """Takes what an envelope of the peer says of the messages of this worker.
 
-        Returns:
-            Those that it has processed since, except those of which nobody is to be told.
+        Returns those that it has processed since, except those of which nobody is to be told.
         """
         settled: list[Settled] = []
         failures = {each.number: each.failure for each in header.failed} if header.failed else {}
@@ -206,13 +201,9 @@ class ControlStream:
         return settled
 
     def receive(self, header: agent_pb2.ControlHeader) -> bool:
-        """Takes the messages that an envelope of the peer has brought.
+        """Takes the messages that an envelope of the peer has brought; returns whether any are to be processed.
 
-        Returns:
-            Whether there are messages to be processed.
-
-        Raises:
-            LimitReachedError: the peer sends more than it may. What is too much is dropped.
+        Raises LimitReachedError if the peer sends more than it may. What is too much is dropped.
         """
         with self._lock:
             if self._failures:

@@ -133,10 +133,8 @@ class FlowControl:
     def admit(self, window: Window, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
         """Counts a call with arguments of so many bytes as in flight, or has it wait for that.
 
-        If it `blocks` the thread in the wait, that must not run an event loop.
-
-        Returns:
-            None if the call is admitted; else it is when `woken` of the waiter is done, unless it has failed.
+        If it `blocks` the thread in the wait, that must not run an event loop. Returns None if the call is
+        admitted; else it is when `woken` of the waiter is done, unless it has failed.
 
         Raises:
             SendQueueFullError: the call may not wait.
@@ -276,8 +274,7 @@ class FlowControl:
     def _admit_from(self, window: Window) -> bool:
         """Admits calls that wait in a window, the deepest first: others wait for them.
 
-        Returns:
-            Whether a call waits for the sum over all workers.
+        Returns whether a call waits for the sum over all workers.
         """
         is_blocked = is_total_full = False
         for depth in sorted(window.waiting, reverse=True):

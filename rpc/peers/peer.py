@@ -227,11 +227,6 @@ class Peer:
         """Whether there has ever been one."""
         return self.link is not None and self.link.has_connected
 
-    @property
-    def refusal(self) -> str:
-        """Why it is let in no more; empty if it is."""
-        return self.end.reason if self.end is not None else ""
-
     # Sending.
 
     def check_present(self) -> None:

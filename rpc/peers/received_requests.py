@@ -46,8 +46,7 @@ class ReceivedRequests:
     def add(self, queue: ReceivedQueue, nbytes: int) -> "concurrent.futures.Future[None] | None":
         """Counts a request that has arrived and waits for a thread, with the bytes of its envelope and payloads.
 
-        Returns:
-            A future: nothing more should be read from the worker before it is done. None if there is no need.
+        Returns a future before which nothing more should be read from the worker; None if there is no need.
         """
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, nbytes - CALL_BYTES)

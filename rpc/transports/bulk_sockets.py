@@ -64,10 +64,9 @@ class BulkSockets:
         """Who is to offer connections, and its offers, by number of the bundle."""
 
     async def connect(self, peer: BulkPeer, count: int) -> tuple[int, list[AnySocket]]:
-        """Asks a peer for so many connections to it, and makes them.
+        """Asks a peer for so many connections to it, and makes them; none if not all of them can be made.
 
-        Returns:
-            The number of the bundle, and its connections; none if not all of them can be made.
+        Returns the number of the bundle, and its connections.
         """
         bundle = next(self._numbers)
         request, asked = agent_pb2.BulkRequest(bundle=bundle, connections=count), self._loop.time()

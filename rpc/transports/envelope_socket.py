@@ -53,12 +53,7 @@ class EnvelopeSocket:
     """
 
     def __init__(
-        self,
-        name: str,
-        connection: AnySocket,
-        executor: Executor,
-        reader: FrameReader,
-        on_end: OnSocketEnd,
+        self, name: str, connection: AnySocket, executor: Executor, reader: FrameReader, on_end: OnSocketEnd
     ) -> None:
         """Takes over a connected socket and its reader, and reads nothing before `start`.
 

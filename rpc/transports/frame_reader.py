@@ -217,21 +217,24 @@ class FrameReader:
             return
         if len(content) > MAX_SIDE_FRAME_BYTES:  # `take` checks those that arrive in pieces
             raise ValueError(f"a frame of {len(content)} bytes")
-        if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self.pulses is not None and not content:
-            self._take_pulse(kind, self.pulses)
+        if kind == FrameKind.PULSE_READ and self.pulses is not None and not content:
+            self.pulses.on_read()
+        elif kind == FrameKind.PULSE and self.pulses is not None and not content:
+            if self._descriptors and (descriptor := self._descriptors.popleft()) != _LOST:
+                self.pulses.on_shown(descriptor)  # else this process has no descriptors left, and gets heartbeats
         elif (kind <= FrameKind.SHARED_SEGMENT or kind == FrameKind.SPENT) and self.segments is not None:
             self._take_segment_frame(kind, content, self.segments)
         else:
             raise ValueError(f"a frame of kind {kind}")
 
-    def _take_pulse(self, kind: int, pulses: PulseExchange) -> None:
-        if kind == FrameKind.PULSE_READ:
-            pulses.on_read()
-        elif self._descriptors and (descriptor := self._descriptors.popleft()) != _LOST:
-            pulses.on_shown(descriptor)  # else this process has no descriptors left, and gets heartbeats
-
     def _take_segment_frame(self, kind: int, content: bytes, segments: SegmentListener) -> None:
-        if kind in (FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT):
+        if kind == FrameKind.RELEASED:
+            segments.on_released(numbers_in(content))
+        elif kind == FrameKind.SPENT:
+            segments.on_spent(numbers_in(content))
+        elif kind == FrameKind.DROPPED:
+            segments.on_dropped(numbers_in(content))
+        else:
             if len(content) != SEGMENT.size or not self._descriptors:
                 raise ValueError("a segment without its descriptor")
             descriptor = self._descriptors.popleft()
@@ -241,11 +244,3 @@ class FrameReader:
             finally:
                 if descriptor != _LOST:
                     os.close(descriptor)
-            return
-        numbers = numbers_in(content)
-        if kind == FrameKind.RELEASED:
-            segments.on_released(numbers)
-        elif kind == FrameKind.SPENT:
-            segments.on_spent(numbers)
-        else:
-            segments.on_dropped(numbers)

@@ -88,13 +88,9 @@ class StreamParts:
 
 
 async def deliver(listener: TransportListener, data: bytes) -> agent_pb2.Frame:
-    """Parses a frame of a peer, hands it the envelopes, and waits until more may be read.
+    """Parses a frame of a peer, hands it the envelopes, and returns the frame when more may be read.
 
-    Returns:
-        The frame.
-
-    Raises:
-        DecodeError: the bytes are no frame, or it takes too much memory.
+    Raises DecodeError if the bytes are no frame, or it takes too much memory.
     """
     frame, nbytes = parse_frame(data)
     pause = None

@@ -37,10 +37,8 @@ class GrpcEndpoint:
     def __init__(self, worker: str, credentials: Credentials | None, liveness: Liveness | None = None) -> None:
         """Makes the endpoint of this worker, which does not serve yet.
 
-        Without credentials, connections are in the clear, and anybody may make them.
-
-        Raises:
-            CredentialsError: the credentials are not valid, or for another worker.
+        Without credentials, connections are in the clear, and anybody may make them. Raises CredentialsError if
+        they are not valid, or for another worker.
         """
         self.identity = credentials.identity(worker) if credentials is not None else None
         """What this worker shows on its connections by TCP, and demands; None without credentials."""
@@ -100,10 +98,7 @@ class GrpcEndpoint:
     def channel(self, worker: str, address: str, **options: int) -> Any:
         """Makes a gRPC channel to a worker; with credentials, by TCP it connects to no other worker than this one.
 
-        Args:
-            worker: the worker's name.
-            address: of its server, which may be forged.
-            options: without their prefix, besides those of all channels.
+        The address of its server may be forged. Options, besides those of all channels, have no prefix.
 
         Raises:
             OSError: the address is not to be dialled.

@@ -55,9 +55,6 @@ BROKEN_SOCKET_GRACE_S = 0.1
 OPENING_ROUND_TRIPS = 2
 """Round trips in which a stream is opened, at least: one for TCP, and one for the hello."""
 
-CONFIRM_TIMEOUT_S = 10.0
-"""Seconds in which the peer that has opened a stream anew has to go on, once it is welcome."""
-
 log = logging.getLogger(__name__)
 
 
@@ -230,10 +227,9 @@ class GrpcStream:
         peer_end: WorkerEnd | None = None
         may_heal = True
         try:
+            self._parts.heartbeats.add(self)
             if is_confirmed:
                 self._on_opened()
-            else:
-                self._loop.call_later(CONFIRM_TIMEOUT_S, self._check_confirmed)
             writer = self._loop.create_task(self._write_frames(write))
             peer_end = await self._read_frames(read)
             if self.goodbye:
@@ -261,7 +257,6 @@ class GrpcStream:
     def _on_opened(self) -> None:
         if self._state is StreamState.OPEN and not self._is_confirmed:
             self._is_confirmed = True
-            self._parts.heartbeats.add(self)
             self.peer.on_opened()
 
     # What the heartbeats ask for: see Watched.
@@ -307,10 +302,6 @@ class GrpcStream:
     def _log_if_grpc(self) -> None:
         if self.outbox.socket is None:
             log_connection(self._parts, self._worker, self.address)
-
-    def _check_confirmed(self) -> None:
-        if not self._is_confirmed:
-            self.break_off("it has opened a stream and said nothing")
 
     async def _read_frames(self, read: Read) -> WorkerEnd | None:
         """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
@@ -361,6 +352,7 @@ class GrpcStream:
         """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
         async with self._parts.handshake.endpoint.channel(self._worker.name, self.address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
+            choosing: asyncio.Task[None] | None = None
             try:
                 began = self._loop.time()
                 hello = agent_pb2.Frame(hello=self._parts.handshake.hello)
@@ -384,7 +376,7 @@ class GrpcStream:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 if welcome.welcome.sockets:
                     round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
-                    self._socket.choose(welcome.welcome.sockets[0], round_trip, self._on_chosen)
+                    choosing = self._socket.choose(welcome.welcome.sockets[0], round_trip, self._on_chosen)
                 else:
                     self._log_if_grpc()
                 await self.run(call.read, lambda data: write_frame(call, data))
@@ -392,7 +384,8 @@ class GrpcStream:
                     await call.done_writing()
                 return True
             finally:
-                self._socket.stop_choosing()
+                if choosing is not None:
+                    choosing.cancel()
                 call.cancel()
 
     def _on_chosen(self) -> None:

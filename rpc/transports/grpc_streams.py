@@ -5,6 +5,7 @@ from typing import Any, Protocol, final
 
 import grpc
 
+from ..contracts.worker_end import WorkerEnd
 from .base import TransportListener
 from .grpc_calls import StreamParts, welcome_frame
 from .grpc_endpoint import address_of
@@ -20,9 +21,8 @@ class StreamPeer(TransportListener, Protocol):
     stream: GrpcStream | None
     """None if it is let in no more."""
 
-    @property
-    def refusal(self) -> str:
-        """Why it is not."""
+    end: WorkerEnd | None
+    """Why it is not."""
 
 
 @final
@@ -45,7 +45,7 @@ class GrpcStreams:
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """Serves the Exchange method of the agent's gRPC service."""
         try:
-            worker, hello = await self._parts.handshake.receive_hello(context)
+            worker, hello = await self._parts.handshake.receive(context)
         except RefusedError as refusal:
             await context.abort(refusal.code, str(refusal))
         peer = self._peers[worker.wire_id]
@@ -54,7 +54,8 @@ class GrpcStreams:
             stream.break_off("it has connected again")
             stream = peer.stream
         if stream is None:
-            text = f"it has given this worker up: {peer.refusal}"
+            assert peer.end is not None
+            text = f"it has given this worker up: {peer.end.reason}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         if stream.goodbye:

@@ -84,12 +84,7 @@ class Handshake:
         self._on_roster = on_roster
         self._reads: dict[RosterVersion, asyncio.Task[None]] = {}
         """The reads of the log that no admission waits for, by what a member has said."""
-        self.hello = agent_pb2.Hello(
-            protocol=PROTOCOL,
-            group=group,
-            worker_id=me.wire_id,
-            worker_name=me.name,
-        )
+        self.hello = agent_pb2.Hello(protocol=PROTOCOL, group=group, worker_id=me.wire_id, worker_name=me.name)
         self._members = members
         self._is_open = asyncio.Event()
         self._silent = asyncio.Semaphore(MAX_SILENT)
@@ -104,11 +99,7 @@ class Handshake:
             self.hello.roster.length, self.hello.roster.digest = version.length, version.digest
         self._is_open.set()
 
-    async def receive(self, context: Any) -> WorkerInfo:
-        """Reads the hello of a stream, and nothing else; returns the worker that sent it: see `receive_hello`."""
-        return (await self.receive_hello(context))[0]
-
-    async def receive_hello(self, context: Any) -> tuple[WorkerInfo, agent_pb2.Hello]:
+    async def receive(self, context: Any) -> tuple[WorkerInfo, agent_pb2.Hello]:
         """Reads the hello of a stream, and nothing else; returns it, and the worker that sent it.
 
         Raises RefusedError if the worker is not accepted, or says no hello in time.

@@ -80,10 +80,7 @@ class PulseExchange:
     def next_heartbeat(self) -> tuple[FrameKind, int] | None:
         """Returns which frame to send as a heartbeat, and the descriptor to send and close, or -1.
 
-        Called on the event loop.
-
-        Returns:
-            None if none is needed any more.
+        Returns None if none is needed any more. Called on the event loop.
         """
         if not self._is_shown:
             self._is_shown = True
@@ -99,9 +96,7 @@ class PulseExchange:
     def on_shown(self, descriptor: int) -> None:
         """Reads the peer's counter by this descriptor from now on, and owns it.
 
-        Raises:
-            ValueError: it is no memory, or cannot be read, or the peer has shown one already. The descriptor is
-                closed.
+        Raises ValueError, and closes it, if it is no memory, or cannot be read, or the peer has shown one already.
         """
         try:
             # Memory only: to read another file might block.
@@ -111,12 +106,11 @@ class PulseExchange:
             os.close(descriptor)
             raise ValueError("a counter that is no memory, or cannot be read") from None
         with self._lock:
-            is_first, is_closed = self._descriptor == _NONE, self._is_closed
-            if is_first and not is_closed:
+            if self._descriptor == _NONE and not self._is_closed:
                 self._descriptor = descriptor
                 return
         os.close(descriptor)
-        if not is_first:
+        if not self._is_closed:
             raise ValueError("a second counter")
 
     def on_read(self) -> None:

@@ -73,19 +73,13 @@ UNIX_PING_S = 20.0
 
 def client_options(ping_s: float) -> list[tuple[str, int]]:
     """Returns the options of channels. Args: ping_s: seconds between pings."""
-    return [
-        *_common_options(ping_s),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),
-    ]
+    return [*_common_options(ping_s), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0)]
 
 
 def server_options(ping_s: float, round_trip_s: float) -> list[tuple[str, int]]:
-    """Returns the options of a server.
+    """Returns the options of a server, from the seconds between pings, and those of the longest round trip.
 
-    Args:
-        ping_s: seconds between pings.
-        round_trip_s: of the longest round trip. A client needs one for TLS, and one before it opens a stream.
+    A client needs one round trip for TLS, and one before it opens a stream.
     """
     # Of a connection without a stream; that of a worker always has one.
     handshake_ms = int(1000 * (HELLO_TIMEOUT_S + round_trip_s))

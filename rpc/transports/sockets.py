@@ -31,14 +31,7 @@ from ..contracts.worker import WorkerInfo
 from .probe import tcp_socket
 from .tls_socket import AnySocket, TlsSocket
 
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "DIAL_ROUND_TRIPS",
-    "TCP",
-    "UNIX",
-    "OfferedSocket",
-    "SocketListener",
-]
+__all__ = ["CONNECT_TIMEOUT_S", "DIAL_ROUND_TRIPS", "TCP", "UNIX", "OfferedSocket", "SocketListener"]
 
 UNIX = "unix"
 TCP = "tcp"
@@ -149,10 +142,7 @@ class SocketListener:
     ) -> AnySocket | None:
         """Connects to what a worker offers, to which a round trip takes so many seconds.
 
-        By TCP, no other host than the worker's own is dialed.
-
-        Returns:
-            The connection; None if there is none, for which the log says why.
+        By TCP, no other host than the worker's own is dialed. If there is no connection, the log says why.
         """
         until = self._loop.time() + CONNECT_TIMEOUT_S + DIAL_ROUND_TRIPS * round_trip
         while offer.kind in self.kinds:

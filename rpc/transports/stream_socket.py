@@ -48,8 +48,6 @@ class StreamSocket:
         self._outbox = outbox
         self._on_broken = on_broken
         self._offered: OfferedSocket | None = None
-        self._choosing: asyncio.Task[None] | None = None
-        """Dials what the peer has offered."""
         self._ended = asyncio.Event()
 
     def offer(self) -> OfferedSocket | None:
@@ -80,26 +78,21 @@ class StreamSocket:
         else:
             self.withdraw()
 
-    def choose(self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]) -> None:
+    def choose(
+        self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]
+    ) -> asyncio.Task[None]:
         """Begins to connect the socket that the peer offers, while the stream carries all but envelopes.
 
-        Calls `on_chosen` when what to tell the peer is in the outbox. A round trip takes so many seconds.
+        Calls `on_chosen` when what to tell the peer is in the outbox. A round trip takes so many seconds. The task
+        is to be cancelled when the stream has ended.
         """
         self._outbox.is_held = True
-        self._choosing = self._parts.loop.create_task(self._choose(offer, round_trip, on_chosen))
-
-    def stop_choosing(self) -> None:
-        """Dials no longer what the peer offers."""
-        if self._choosing is not None:
-            self._choosing.cancel()
-            self._choosing = None
-            self._outbox.is_held = False
+        return self._parts.loop.create_task(self._choose(offer, round_trip, on_chosen))
 
     async def _choose(
         self, offer: agent_pb2.SocketOffer, round_trip: float, on_chosen: Callable[[], None]
     ) -> None:
         dialed = await self._parts.listener.dial(self._peer.member, offer, round_trip)
-        self._choosing = None
         if self._outbox.closed_reason is not None:
             if dialed is not None:
                 dialed.close()

@@ -70,8 +70,7 @@ class TlsSocket:
     async def handshake(self, loop: asyncio.AbstractEventLoop) -> frozenset[str]:
         """Exchanges certificates with the peer; returns the host names in the peer's.
 
-        Raises:
-            OSError: the peer does not speak TLS, or one of the two does not accept the other's certificate.
+        Raises OSError if the peer does not speak TLS, or one of the two does not accept the other's certificate.
         """
         while True:
             try:

@@ -78,7 +78,8 @@ def read_hello(data: bytes) -> None:
     async def receive() -> WorkerInfo:
         handshake = Handshake("job", ME, {1: silent_peer(PEER)}, _refuse_roster, GrpcEndpoint(ME.name, None))
         handshake.open(RosterVersion())
-        return await handshake.receive(SimpleNamespace(read=read, peer=lambda: "ipv4:127.0.0.1:1"))
+        worker, _ = await handshake.receive(SimpleNamespace(read=read, peer=lambda: "ipv4:127.0.0.1:1"))
+        return worker
 
     refusal = ""
     try:

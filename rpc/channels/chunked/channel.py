@@ -122,7 +122,7 @@ async def serve_chunks(
 ) -> bytes:
     """Serves the agent's gRPC method Transfer. `find` returns the channel of a member, by its id."""
     try:
-        worker = await handshake.receive(context)
+        worker, _ = await handshake.receive(context)
     except RefusedError as refusal:
         await context.abort(refusal.code, str(refusal))
     channel, deny = find(worker.wire_id), partial(handshake.audit.deny, "agent", worker=worker.name)
