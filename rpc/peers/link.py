@@ -166,8 +166,8 @@ class Link:
         """Has the worker suspected."""
         self._lease: asyncio.TimerHandle | None = None
         self._healing: asyncio.Task[None] | None = None
-        self._attempt: asyncio.Future[bool] | None = None
-        """Done with whether an attempt to connect has succeeded."""
+        self._attempt: asyncio.Future[None] | None = None
+        """Done when an attempt to connect has failed."""
         links.add(self)
 
     def describe(self) -> Mapping[str, Any]:
@@ -215,7 +215,7 @@ class Link:
             return
         self._owner.renew_transport()
         if self._attempt is not None and not self._attempt.done():
-            self._attempt.set_result(False)
+            self._attempt.set_result(None)
         if self.state in (LinkState.CHECKING, LinkState.SUSPECT):
             return
         self._end = end
@@ -287,8 +287,6 @@ class Link:
         for handle in (self._check, self._lease):
             if handle is not None:
                 handle.cancel()
-        if self._attempt is not None and not self._attempt.done():
-            self._attempt.set_result(True)
         if self._healing is not None:
             self._healing.cancel()
         self._healing = self._check = self._lease = None
@@ -320,8 +318,7 @@ class Link:
         while True:
             found = await self._probe(probe_s)
             if found is Reach.LISTENING:
-                if await self._try_to_connect(dial_s):
-                    return
+                await self._try_to_connect(dial_s)
                 dial_s = max(dial_s, min(2 * dial_s, DIAL_ROUND_TRIPS * round_trip))
                 # It may have ended just now, and listened a little longer than its connection stood.
                 found = await self._probe(probe_s)
@@ -336,13 +333,10 @@ class Link:
     async def _probe(self, seconds: float) -> Reach:
         return await probe(self._loop, self._links.addresses.reach, self._address, seconds)
 
-    async def _try_to_connect(self, seconds: float) -> bool:
-        """Returns whether an attempt to connect has succeeded in some time."""
-        attempt: asyncio.Future[bool] = self._loop.create_future()
-        self._attempt = attempt
+    async def _try_to_connect(self, seconds: float) -> None:
+        """Attempts to connect in some time. Success ends the task that waits here."""
+        attempt = self._attempt = self._loop.create_future()
         self._owner.connect_again()
         await asyncio.wait((attempt,), timeout=seconds)
-        if attempt.done():
-            return attempt.result()
-        self._owner.break_off("it does not answer")
-        return False
+        if not attempt.done():
+            self._owner.break_off("it does not answer")

@@ -56,15 +56,13 @@ class Transport(Protocol):
         These must not change before they are written. The queue has no bound of its own: it holds calls, which are
         bounded while they are in flight, and what answers and accompanies calls.
 
-        Raises:
-            TransportClosedError: the connection is closed, and the envelope is not sent.
+        Raises TransportClosedError if the connection is closed, and the envelope is not sent.
         """
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes the envelope with this beginning, of BEGINNING_BYTES, from the queue, if nothing of it was sent.
 
-        Returns:
-            Whether it was removed. If not, the peer may receive it.
+        Returns whether it was removed. If not, the peer may receive it.
         """
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
@@ -73,8 +71,7 @@ class Transport(Protocol):
     def connect(self) -> Connecting:
         """Starts to connect if there is no connection, so that the loss of the peer will be noticed.
 
-        Returns:
-            Always the same future.
+        Returns always the same future.
         """
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:

@@ -91,11 +91,6 @@ class EnvelopeSocket:
         """Begins to read."""
         self._executor.watch(self.descriptor, READABLE, self.on_readable)
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that have been sent by this object and that the operating system has not taken."""
-        return self.writer.queued_bytes
-
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         """Writes an envelope and what is attached to it, or queues them.
 

@@ -56,9 +56,7 @@ class _LargeEnvelope:
     def read(self, connection: AnySocket) -> bytes:
         """Reads what has arrived; returns what belongs to the frames after it.
 
-        Raises:
-            BlockingIOError: nothing has arrived.
-            ConnectionResetError: the peer has closed the connection.
+        Raises BlockingIOError if nothing has, and ConnectionResetError if the peer has closed the connection.
         """
         if isinstance(connection, TlsSocket):  # decrypts all that has arrived
             data = connection.recv()

@@ -18,7 +18,7 @@ from ...net.inheritance import at_fork
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 from .buffers import MAX_AT_ONCE, first_bytes, without_first
-from .socket_frames import beginnings_in, has_envelope
+from .socket_frames import beginning_of
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["AttachedFrame", "FrameWriter"]
@@ -97,7 +97,7 @@ class FrameWriter:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the frames that are not written completely."""
+        """Bytes of the frames that are not written completely: that the operating system has not taken."""
         return sum(map(_nbytes, list(self._queue)))
 
     def put(self, frame: bytes = b"") -> None:
@@ -163,7 +163,7 @@ class FrameWriter:
             self._unbegin()
             first = self._begun
             for index, frame in enumerate(list(self._queue)[first:], first):
-                if has_envelope(beginning, frame):
+                if beginning_of(frame) == beginning:
                     del self._queue[index]
                     return True
             return False
@@ -189,7 +189,7 @@ class FrameWriter:
     def _drop_queue(self) -> None:
         """Drops what will not be written any more. Called with the lock."""
         self._unbegin()
-        self._unwritten |= beginnings_in(list(self._queue)[self._begun :])
+        self._unwritten |= set(map(beginning_of, list(self._queue)[self._begun :])) - {b""}
         self._begun, self._left, self._is_partial = 0, [], False
         self._queue.clear()
 

@@ -63,13 +63,9 @@ class GrpcStream:
     """The stream between this worker and one peer, whichever of the two opens it. Watched by the heartbeats."""
 
     def __init__(self, parts: StreamParts, peer: TransportListener, address: str, number: int = 0) -> None:
-        """Connects to nobody yet.
+        """Connects to nobody yet. The peer is told what comes by the stream, and of its end.
 
-        Args:
-            parts: of the agent.
-            peer: is told what comes by the stream, and of its end.
-            address: of the peer's server: host:port, or unix: and a path.
-            number: of this stream among those of the two workers.
+        Its address is host:port, or unix: and a path; the number is that of this stream among those of the two.
         """
         self.outbox = Outbox()
         self._is_asleep = True

@@ -140,17 +140,15 @@ class Handshake:
     async def admit(self, hello: agent_pb2.Hello, context: Any) -> WorkerInfo:
         """Returns the worker that sent a hello, once `open` has been called.
 
-        Raises:
-            RefusedError: its certificate is for another worker, or it has another version of the protocol,
-                belongs to another job, or is no member.
+        Raises RefusedError if its certificate is for another worker, or it has another version of the protocol,
+        belongs to another job, or is no member.
         """
         name = f"'{printable(hello.worker_name)}'"
         if reason := self.endpoint.why_refused(context, hello.worker_name):
             raise RefusedError(f"worker {self.me.name!r} does not admit {name}: {reason}")
         if hello.protocol != PROTOCOL:
             raise RefusedError(
-                f"worker {self.me.name!r} speaks protocol {PROTOCOL}, "
-                f"{name} speaks {hello.protocol}; "
+                f"worker {self.me.name!r} speaks protocol {PROTOCOL}, {name} speaks {hello.protocol}; "
                 "install the same gradwire on both"
             )
         if hello.group != self.hello.group:

@@ -46,7 +46,7 @@ class Outbox:
         """Bytes of the envelopes that are queued, here or in front of the socket."""
         with self._lock:
             queued = sum(map(len, self._queue))
-        return queued + (self.socket.queued_bytes if self.socket is not None else 0)
+        return queued + (self.socket.writer.queued_bytes if self.socket is not None else 0)
 
     @property
     def is_empty(self) -> bool:

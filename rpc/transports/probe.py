@@ -22,11 +22,9 @@ class Reach(Enum):
 
 
 def probe_now(reach: Callable[[str], str], address: str) -> Reach:
-    """Returns what can be found out without waiting.
+    """Returns what can be found out without waiting of a worker's address: host:port, or unix: and a path.
 
-    Args:
-        reach: returns what to dial for an address; raises OSError.
-        address: of a worker's server: host:port, or unix: and a path.
+    What to dial for it is what `reach` returns; it may raise OSError.
     """
     try:
         target = reach(address)

@@ -14,8 +14,7 @@ __all__ = [
     "MAX_SIDE_FRAME_BYTES",
     "SEGMENT",
     "FrameKind",
-    "beginnings_in",
-    "has_envelope",
+    "beginning_of",
     "numbers_frame",
     "numbers_in",
     "take_numbers",
@@ -53,9 +52,6 @@ class FrameKind(IntEnum):
     SPENT = 10  # as RELEASED, of segments that are not to be used again
 
 
-_ENVELOPES = (FrameKind.ENVELOPE, FrameKind.ATTACHED)
-
-
 def numbers_frame(kind: FrameKind, numbers: Sequence[int]) -> bytes:
     """Returns a frame with numbers of segments, at most MAX_NUMBERS."""
     return HEADER.pack(8 * len(numbers), kind) + struct.pack(f"<{len(numbers)}Q", *numbers)
@@ -79,12 +75,7 @@ def take_numbers(numbers: deque[int]) -> Sequence[int]:
     return taken
 
 
-def has_envelope(beginning: bytes, frame: bytes) -> bool:
-    """Returns whether a frame has an envelope that begins like this."""
-    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] in _ENVELOPES
-
-
-def beginnings_in(frames: Sequence[bytes]) -> set[bytes]:
-    """Returns the beginnings of the envelopes in frames."""
-    envelopes = [frame for frame in frames if HEADER.unpack_from(frame)[1] in _ENVELOPES]
-    return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in envelopes}
+def beginning_of(frame: bytes) -> bytes:
+    """Returns the beginning of the envelope in a frame; empty if it has none."""
+    has_envelope = HEADER.unpack_from(frame)[1] in (FrameKind.ENVELOPE, FrameKind.ATTACHED)
+    return frame[HEADER.size : HEADER.size + BEGINNING_BYTES] if has_envelope else b""

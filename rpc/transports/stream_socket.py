@@ -33,14 +33,10 @@ class StreamSocket:
         outbox: Outbox,
         on_broken: Callable[[str, Exception | None], None],
     ) -> None:
-        """Has no socket yet.
+        """Has no socket yet. The outbox of the stream gets it, and the peer gets the envelopes.
 
-        Args:
-            parts: of the agent.
-            peer: gets the envelopes.
-            outbox: of the stream; gets the socket.
-            on_broken: called with the reason when the socket ends before the peer says that it does, and with
-                the error if the peer has sent bytes that are no message.
+        `on_broken` is called with the reason when the socket ends before the peer says that it does, and with the
+        error if the peer has sent bytes that are no message.
         """
         self._parts = parts
         self._peer = peer

@@ -49,6 +49,8 @@ class TlsSocket:
         """
         connection.settimeout(0)
         self._socket = connection
+        # Without TLS's closure alert: what is sent by it has an end of its own.
+        self.fileno, self.shutdown, self.close = connection.fileno, connection.shutdown, connection.close
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._ssl = context.wrap_bio(self._incoming, self._outgoing, host_name is None, host_name)
         # The functions in C, without the Python of SSLObject around them.
@@ -107,10 +109,6 @@ class TlsSocket:
 
     # What a socket has.
 
-    def fileno(self) -> int:
-        """Returns the socket's descriptor."""
-        return self._socket.fileno()
-
     def peer_address(self) -> str:
         """Returns the address of the other end; empty if it has gone."""
         return address_of_peer(self._socket)
@@ -123,14 +121,6 @@ class TlsSocket:
         if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT):
             value = max(1, value - RECORD_BYTES)  # the library may have taken a part of a record
         self._socket.setsockopt(level, option, value)
-
-    def shutdown(self, how: int) -> None:
-        """Shuts the socket down, without TLS's closure alert: what is sent by it has an end of its own."""
-        self._socket.shutdown(how)
-
-    def close(self) -> None:
-        """Closes the socket."""
-        self._socket.close()
 
     # Sending.
 

@@ -142,7 +142,7 @@ def test_what_is_sent_is_what_arrives(executor, nbytes):
         for number in range(5):
             assert receiver.take() == (number, data + b"!")
             assert receiver.take() == (100 + number, b"")
-        wait_until(lambda: sender.socket.queued_bytes == 0)
+        wait_until(lambda: sender.socket.writer.queued_bytes == 0)
     finally:
         for end in (sender, receiver):
             end.socket.close()
@@ -155,7 +155,7 @@ def test_queued_bytes_count_what_follows(executor):
     try:
         envelope = agent_pb2.Envelope(id=1, attached_nbytes=8 * MIB).SerializeToString()
         sender.socket.send(envelope, [memoryview(bytes(8 * MIB))])
-        assert sender.socket.queued_bytes > 8 * MIB
+        assert sender.socket.writer.queued_bytes > 8 * MIB
     finally:
         sender.socket.close()
         sender.socket.release()
