@@ -367,6 +367,7 @@ class GrpcStream:
                     raise ValueError(f"it says that this is connection {welcome.welcome.connection}")
                 self.number = max(self.number, welcome.welcome.connection)
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
+                self._parts.heartbeats.add(self)
                 self._on_opened()
                 if self.number:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives

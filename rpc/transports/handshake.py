@@ -31,7 +31,6 @@ MAX_SILENT = 64
 MAX_UNADMITTED = 1024
 """Streams that may wait to be admitted; further ones are turned away, and may try again."""
 
-
 MAX_CONNECTION = 1 << 40
 """The greatest number of a connection: no two workers count so far, and counting on from it cannot overflow."""
 

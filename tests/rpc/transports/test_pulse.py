@@ -214,7 +214,7 @@ class Watched:
 
 def test_a_connection_that_fails_keeps_no_heartbeats_from_others(caplog):
     async def check() -> None:
-        liveness = Liveness(heartbeat=0.02, suspect_after=0.2, lease=1)
+        liveness = Liveness(heartbeat=0.1, suspect_after=0.4, lease=1)
         heartbeats = Heartbeats(asyncio.get_running_loop(), liveness, Pulse())
         failing, other = Watched(OSError("it cannot be read")), Watched()
         for each in (failing, other):
