@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+
 from gradwire import rpc
 
 from .worker_sets import WorkerSet, preload

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.page import Page

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+
 from gradwire import rpc
 
 from .machine import load_average, resident_bytes

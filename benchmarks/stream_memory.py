@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from gradwire import rpc
 
 MIB = 1 << 20

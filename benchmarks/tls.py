@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 from gradwire import rpc
 from gradwire.c10d import Credentials
 

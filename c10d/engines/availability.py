@@ -52,4 +52,4 @@ def _check_nccl() -> None:
 def _check_shm() -> None:
     from .shm.doorbells import check_platform
 
-    check_platform("shm")
+    check_platform()

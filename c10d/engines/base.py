@@ -25,11 +25,13 @@ There are four kinds of engine, told apart by class variables:
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import ClassVar
 
 from torch import Tensor
+from torch.distributed import DistStoreError
 
-from ...errors import UnsupportedOperationError
+from ...errors import CollectiveTimeoutError, UnsupportedOperationError
 from ..torch_types import TorchStore
 from .pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from .reductions import Reduction
@@ -67,6 +69,28 @@ class Setup:
     on_failure: Callable[[Exception], None] = field(default=lambda _: None)
     wait_for_cause: Callable[[float], Exception | None] = field(default=lambda _: None)
     insecure: bool = False
+
+    def exchange(self, key: str, text: str) -> list[str]:
+        """Gathers a text of each rank through the store, under keys that start with `key`.
+
+        Raises:
+            CollectiveTimeoutError: some ranks did not do so within the timeout; it names them.
+        """
+        self.store.set(f"{key}/{self.rank}", text)
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self.wait_for_keys(keys)
+        return [self.store.get(each).decode() for each in keys]
+
+    def wait_for_keys(self, keys: Sequence[str]) -> None:
+        """Waits until the store has all keys, of which rank i sets the i-th; see `exchange` for the error."""
+        try:
+            self.store.wait(list(keys), timedelta(seconds=self.timeout))
+        except DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not missing:
+                raise
+            ranks = ", ".join(str(self.global_ranks[rank]) for rank in missing)
+            raise CollectiveTimeoutError("creating the group", self.timeout, f"rank {ranks}") from None
 
 
 class Engine(ABC):

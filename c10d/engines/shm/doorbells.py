@@ -75,11 +75,11 @@ def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in _MACHINES
 
 
-def check_platform(engine: str) -> None:
-    """Raises UnsupportedOperationError, in the name of `engine`, where doorbells do not work."""
+def check_platform() -> None:
+    """Raises UnsupportedOperationError where doorbells do not work."""
     if not is_supported():
         raise UnsupportedOperationError(
-            engine,
+            "shm",
             f"run on {sys.platform} on {platform.machine()}",
             "it needs Linux and the order in which x86-64 processors make stores visible; use gradwire_gloo",
         )
@@ -126,26 +126,17 @@ class Doorbells:
         Args:
             doorbell: its index.
             value: counter to wait for.
-            check: called at least every `MAX_SLEEP_S` seconds while the thread sleeps; raises to end the wait.
+            check: called at least every `MAX_SLEEP_S` seconds while nothing changes; raises to end the wait.
         """
         words, at = self.words, doorbell * LINE_WORDS
-        for _ in range(SPINS_BEFORE_YIELD):
-            if words[at] >= value:
-                return
-        for _ in range(YIELDS_BEFORE_SLEEP):
-            _sched_yield()
-            if words[at] >= value:
-                return
         while (seen := words[at]) < value:
-            self._sleep(doorbell, seen)
-            if words[at] < value:
+            if not self.wait_for_change(doorbell, seen):
                 check()
 
     def wait_for_change(self, doorbell: int, seen: int) -> bool:
         """Blocks until the counter differs from `seen`, for little more than `MAX_SLEEP_S` seconds at most.
 
-        Returns:
-            Whether the counter differs from `seen`.
+        Returns whether it differs.
         """
         words, at = self.words, doorbell * LINE_WORDS
         for _ in range(SPINS_BEFORE_YIELD):

@@ -15,12 +15,11 @@ from ..base import Engine, Setup
 from ..fingerprint import encode, encode_parts
 from ..memory import flat, memmove
 from ..reductions import Reduction, combine, finish, prepare
-from .doorbells import CACHE_LINE_BYTES, Doorbells, check_platform
-from .layout import SLOT_BYTES, Layout
-from .p2p_channel import P2PChannels
+from .doorbells import CACHE_LINE_BYTES, check_platform
+from .layout import SLOT_BYTES
+from .p2p_channel import P2PChannels, PendingReceive
 from .peers import Peers
 from .processes import exchange_processes
-from .receive import PendingReceive
 from .segment import Segment
 from .slot_exchange import SlotExchange
 
@@ -54,7 +53,7 @@ class ShmEngine(Engine):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        check_platform(self.name)
+        check_platform()
         if setup.size > MAX_RANKS:
             raise UnsupportedOperationError(
                 self.name, f"connect {setup.size} ranks", f"its limit is {MAX_RANKS}; use gradwire_gloo"
@@ -66,13 +65,11 @@ class ShmEngine(Engine):
         self._part_bytes = (
             (SLOT_BYTES - self._size_table_bytes) // self.size // CACHE_LINE_BYTES * CACHE_LINE_BYTES
         )
-        layout = Layout(self.size)
-        processes = exchange_processes(setup, self.name)
-        segment = Segment(setup, processes, layout.total_bytes, self.name)
-        doorbells = Doorbells(segment.words, segment.address)
-        self._peers = Peers(setup, processes, layout, segment, doorbells)
-        self._slots = SlotExchange(layout, segment, doorbells, self._peers)
-        self._channels = P2PChannels(layout, segment, doorbells, self._peers, setup.on_failure)
+        processes = exchange_processes(setup)
+        segment = Segment(setup, processes)
+        self._peers = Peers(setup, processes, segment)
+        self._slots = SlotExchange(segment, self._peers)
+        self._channels = P2PChannels(segment, self._peers, setup.on_failure)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         """Broadcasts through the root's slot, which all other ranks read."""

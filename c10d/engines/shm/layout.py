@@ -6,11 +6,11 @@ the slots of collectives, two for each rank; and the blocks of the channels.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from .doorbells import CACHE_LINE_BYTES
 
-__all__ = ["BLOCKS_PER_CHANNEL", "REASON_BYTES", "SLOT_BYTES", "Layout"]
+__all__ = ["BLOCKS_PER_CHANNEL", "REASON_BYTES", "SLOT_BYTES", "Channel", "Layout"]
 
 SLOT_BYTES = 512 * 1024
 """Bytes of a slot. Larger tensors go through it in pieces."""
@@ -27,6 +27,18 @@ _MAX_BLOCK_BYTES = 256 * 1024
 _MIN_BLOCK_BYTES = 4 * 1024
 
 _PAGE_BYTES = 4096
+
+
+class Channel(NamedTuple):
+    """Where the messages from one rank to another are.
+
+    sent, received: doorbells that count the blocks written to and read from the channel.
+    blocks: offset of the first block; each has a header of one cache line, and data.
+    """
+
+    sent: int
+    received: int
+    blocks: int
 
 
 @final
@@ -59,14 +71,6 @@ class Layout:
         """Returns the doorbell with the last round whose slots the rank does not read any more."""
         return 1 + 4 * self.size + rank
 
-    def sent_doorbell(self, source: int, target: int) -> int:
-        """Returns the doorbell that counts the blocks written to a channel."""
-        return 1 + 5 * self.size + source * self.size + target
-
-    def received_doorbell(self, source: int, target: int) -> int:
-        """Returns the doorbell that counts the blocks read from a channel."""
-        return 1 + (5 + self.size) * self.size + source * self.size + target
-
     def reason_offset(self, rank: int) -> int:
         """Returns the offset of the text that says why a rank left, of `REASON_BYTES` bytes."""
         return CACHE_LINE_BYTES * (1 + (5 + 2 * self.size) * self.size) + REASON_BYTES * rank
@@ -82,16 +86,17 @@ class Layout:
         aligned = share // CACHE_LINE_BYTES * CACHE_LINE_BYTES
         return min(max(aligned, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
 
-    def blocks_offset(self, source: int, target: int) -> int:
-        """Returns the offset of a channel's blocks, each a header of one cache line and `block_bytes` of data."""
-        channel = source * self.size + target
-        stride = CACHE_LINE_BYTES + self.block_bytes
-        return self.slot_offset(self.size, 0) + channel * BLOCKS_PER_CHANNEL * stride
+    def channel(self, source: int, target: int) -> Channel:
+        """Returns the channel by which one rank sends to another."""
+        number, stride = source * self.size + target, CACHE_LINE_BYTES + self.block_bytes
+        sent = self.done_doorbell(self.size) + number
+        blocks = self.slot_offset(self.size, 0) + number * BLOCKS_PER_CHANNEL * stride
+        return Channel(sent, sent + self.size * self.size, blocks)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the segment."""
-        return _page_aligned(self.blocks_offset(self.size, 0))
+        return _page_aligned(self.channel(self.size, 0).blocks)
 
 
 def _page_aligned(offset: int) -> int:

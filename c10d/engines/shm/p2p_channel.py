@@ -7,8 +7,8 @@ receive. As in MPI, a message without a matching receive is *unexpected*: it is 
 the messages behind it.
 
 All threads that wait watch one doorbell, the inbox of the rank. Every block that is sent rings it, and so does a
-thread that has completed a receive that another thread waits for. A progress thread waits for receives that no
-other thread waits for.
+thread that has completed a receive that another thread waits for. Usually a thread of the program soon waits for a
+receive that it has posted, and reads the message itself. A progress thread polls for receives that none waits for.
 """
 
 import itertools
@@ -16,44 +16,93 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from ....errors import CollectiveMismatchError, CollectiveTimeoutError
 from ..memory import memmove
-from .doorbells import CACHE_LINE_BYTES, LINE_WORDS, Doorbells
-from .layout import BLOCKS_PER_CHANNEL, Layout
+from ..polling_thread import PollingThread
+from .doorbells import CACHE_LINE_BYTES, LINE_WORDS
+from .layout import BLOCKS_PER_CHANNEL
 from .peers import Peers
-from .progress_thread import ProgressThread
-from .receive import IncomingMessage, PendingReceive
 from .segment import Segment
 
-__all__ = ["P2PChannels"]
+__all__ = ["P2PChannels", "PendingReceive"]
+
+POLL_INTERVAL_S = 0.005
+"""Seconds between two polls for receives that no thread waits for."""
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Channel:
-    """Location of a channel in the segment.
+class PendingReceive:
+    """A receive in flight, a PendingOperation (c10d/engines/pending.py).
 
-    sent, received: doorbells that count the blocks written to and read from the channel.
-    blocks: offset of the first block.
+    The channels' lock guards its attributes.
+
+    Args:
+        channels: that the message arrives on.
+        tensor: to receive into; dropped when the receive is done.
+        from_rank: the rank that must send; None for any.
+        tag: of the message.
+        timeout: seconds that the receive may take.
     """
 
-    sent: int
-    received: int
-    blocks: int
+    def __init__(
+        self, channels: "P2PChannels", tensor: Tensor, from_rank: int | None, tag: int, timeout: float
+    ) -> None:
+        self._channels = channels
+        self.tensor: Tensor | None = tensor
+        self.from_rank: Final = from_rank
+        self.tag: Final = tag
+        self.timeout: Final = timeout
+        self.deadline: Final = time.monotonic() + timeout
+        self.sender = -1  # until a message is matched
+        self.waiters = 0  # threads in `wait`
+        self.is_done = False
+        self.error: Exception | None = None
+        self.callbacks: list[Callable[[], None]] = []
 
-    @staticmethod
-    def between(layout: Layout, source: int, target: int) -> "_Channel":
-        return _Channel(
-            layout.sent_doorbell(source, target),
-            layout.received_doorbell(source, target),
-            layout.blocks_offset(source, target),
-        )
+    def wait(self, timeout: float | None) -> None:
+        """Receives blocks until the message is complete, see PendingOperation.wait."""
+        if not self.is_done:
+            self._channels.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        """Returns whether the receive has finished, after receiving the blocks that are there."""
+        return self.is_done or self._channels.poll(self)
+
+    def source(self) -> int:
+        """Returns the rank that sent the message."""
+        return self.sender
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once when the receive is done, or immediately if it is done already."""
+        if not self._channels.add_callback(self, callback):
+            callback()
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _IncomingMessage:
+    """A message of which at least the first block has been read from its channel.
+
+    received: bytes that have been read from the channel.
+    receive: that it was matched with, if any.
+    tensor: where its bytes go, the tensor of its receive or a buffer; None if they are discarded.
+    """
+
+    source: int
+    tag: int
+    size: int
+    received: int = 0
+    receive: PendingReceive | None = None
+    tensor: Tensor | None = None
 
 
 @final
@@ -61,22 +110,14 @@ class P2PChannels:
     """Sends and receives over the channels of one rank. Used from any thread; sends to one peer follow each other.
 
     Args:
-        layout: of the segment.
         segment: that the channels are in.
-        doorbells: of the segment.
         peers: the other ranks.
         on_failure: called with the error of a receive that fails.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        segment: Segment,
-        doorbells: Doorbells,
-        peers: Peers,
-        on_failure: Callable[[Exception], None],
-    ) -> None:
-        self._doorbells = doorbells
+    def __init__(self, segment: Segment, peers: Peers, on_failure: Callable[[Exception], None]) -> None:
+        layout = segment.layout
+        self._doorbells = segment.doorbells
         self._peers = peers
         self._on_failure = on_failure
         self._address = segment.address
@@ -86,8 +127,8 @@ class P2PChannels:
         self._block_bytes = layout.block_bytes
         self._block_stride = CACHE_LINE_BYTES + layout.block_bytes
         ranks = range(peers.size)
-        self._outgoing = [_Channel.between(layout, me, peer) for peer in ranks]
-        self._incoming = [_Channel.between(layout, peer, me) for peer in ranks]
+        self._outgoing = [layout.channel(me, peer) for peer in ranks]
+        self._incoming = [layout.channel(peer, me) for peer in ranks]
         self._inboxes = [layout.inbox_doorbell(rank) for rank in ranks]
         self._sent_blocks = [0] * peers.size
         self._ring_numbers = itertools.count(1)
@@ -95,11 +136,12 @@ class P2PChannels:
         self._lock = threading.Lock()
         self._received_blocks = [0] * peers.size
         self._posted: list[PendingReceive] = []
-        self._unexpected: deque[IncomingMessage] = deque()
-        self._partial: list[IncomingMessage | None] = [None] * peers.size
+        self._unexpected: deque[_IncomingMessage] = deque()
+        self._partial: list[_IncomingMessage | None] = [None] * peers.size
         self._callbacks: deque[Callable[[], None]] = deque()
         """Callbacks to run once the lock is free."""
-        self._progress_thread = ProgressThread(self._find_without_waiter)
+        self._without_waiter: list[PendingReceive] = []  # that the last poll found
+        self._progress_thread = PollingThread("gradwire-receives", self._advance_unwaited, POLL_INTERVAL_S)
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         """Writes a message to the channel to `peer`; returns when the last block is written."""
@@ -145,7 +187,7 @@ class P2PChannels:
             self._posted.append(receive)
             self._match_unexpected(receive)
         self._run_callbacks()
-        self._progress_thread.on_posted()
+        self._progress_thread.start()
         return receive
 
     def wait(self, receive: PendingReceive, timeout: float | None) -> None:
@@ -197,10 +239,20 @@ class P2PChannels:
         """Ends the progress thread. Receives are done, or fail when a thread waits for them again."""
         self._progress_thread.close()
 
-    def _find_without_waiter(self) -> list[PendingReceive]:
-        """Returns the receives that no thread waits for."""
+    def _advance_unwaited(self) -> float | None:
+        """Polls for receives that no thread waits for: the progress thread waits for one found twice in a row.
+
+        Once is enough for a receive with a callback.
+        """
         with self._lock:
-            return [receive for receive in self._posted if not receive.waiters]
+            found = [receive for receive in self._posted if not receive.waiters]
+        previous, self._without_waiter = self._without_waiter, found
+        due = next((receive for receive in found if receive in previous or receive.callbacks), None)
+        if due is None:
+            return POLL_INTERVAL_S if found else None
+        with suppress(Exception):  # the receive stores it, and raises it when its user waits
+            due.wait(None)  # which advances all other posted receives too
+        return 0.0
 
     # The lock is held in all of the following but _run_callbacks and _fail_if_stalled.
 
@@ -235,9 +287,9 @@ class P2PChannels:
             self._partial[source] = None
             self._complete(message, caller)
 
-    def _start_message(self, source: int, tag: int, size: int) -> IncomingMessage:
+    def _start_message(self, source: int, tag: int, size: int) -> _IncomingMessage:
         """Matches a message, whose first block has arrived, with a posted receive, or buffers it as unexpected."""
-        message = IncomingMessage(source, tag, size)
+        message = _IncomingMessage(source, tag, size)
         for receive in self._posted:
             if receive.sender < 0 and receive.tag == tag and receive.from_rank in {None, source}:
                 self._match(message, receive)
@@ -257,7 +309,7 @@ class P2PChannels:
                     self._complete(message, receive)
                 return
 
-    def _match(self, message: IncomingMessage, receive: PendingReceive) -> None:
+    def _match(self, message: _IncomingMessage, receive: PendingReceive) -> None:
         """Gives a message to a receive, which fails if their sizes differ."""
         assert receive.tensor is not None
         receive.sender = message.source
@@ -275,7 +327,7 @@ class P2PChannels:
         )
         self._finish(receive, error)
 
-    def _complete(self, message: IncomingMessage, caller: PendingReceive) -> None:
+    def _complete(self, message: _IncomingMessage, caller: PendingReceive) -> None:
         """Finishes the receive of a message whose last block has been read."""
         receive = message.receive
         if receive is None:

@@ -5,8 +5,7 @@ from typing import Final, final
 
 from ....errors import RankLostError
 from ..base import Setup
-from .doorbells import Doorbells
-from .layout import REASON_BYTES, Layout
+from .layout import REASON_BYTES
 from .processes import RankProcess
 from .segment import Segment
 
@@ -23,20 +22,13 @@ _LEFT, _LEFT_AFTER_LOSS = 1, 2
 class Peers:
     """The other ranks of a group, as one rank sees them. Used from any thread."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        processes: list[RankProcess],
-        layout: Layout,
-        segment: Segment,
-        doorbells: Doorbells,
-    ) -> None:
+    def __init__(self, setup: Setup, processes: list[RankProcess], segment: Segment) -> None:
         self.rank: Final = setup.rank
         self.size: Final = setup.size
         self._processes = processes
-        self._layout = layout
+        self._layout = segment.layout
         self._segment = segment
-        self._doorbells = doorbells
+        self._doorbells = segment.doorbells
         self._global_ranks = setup.global_ranks
         self._failure: Exception | None = None
 

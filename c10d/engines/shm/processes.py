@@ -4,18 +4,14 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Self, final
 
-from torch.distributed import DistStoreError
-
-from ....errors import CollectiveTimeoutError, ProcessGroupError
+from ....errors import ProcessGroupError
 from ..base import Setup
 
-__all__ = ["RankProcess", "exchange_processes", "exchange_texts", "wait_for_keys"]
+__all__ = ["RankProcess", "exchange_processes"]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """A file whose content differs between hosts and between boots of one host."""
@@ -68,51 +64,27 @@ def _start_ticks(pid: int) -> str | None:
     return None if state in {b"Z", b"X"} else fields[18].decode()
 
 
-def exchange_processes(setup: Setup, engine: str) -> list[RankProcess]:
+def exchange_processes(setup: Setup) -> list[RankProcess]:
     """Returns the processes of all ranks, which call this together.
 
     Raises:
         ProcessGroupError: the ranks are not on one host, or not in one PID namespace; raised on all ranks.
         CollectiveTimeoutError: some ranks did not call this within the timeout of the setup.
     """
-    texts = exchange_texts(setup, "process", json.dumps(dataclasses.asdict(RankProcess.current())))
+    texts = setup.exchange("process", json.dumps(dataclasses.asdict(RankProcess.current())))
     processes = [RankProcess(**json.loads(text)) for text in texts]
     first = processes[0]
     for rank, process in enumerate(processes):
         if process.boot_id != first.boot_id:
             raise ProcessGroupError(
-                f"engine {engine!r} takes ranks on one host only, but rank {setup.global_ranks[0]} is on "
+                f"engine 'shm' takes ranks on one host only, but rank {setup.global_ranks[0]} is on "
                 f"{first.hostname!r} and rank {setup.global_ranks[rank]} on {process.hostname!r} (boot ids "
                 f"{first.boot_id} and {process.boot_id}): use gradwire_gloo"
             )
         if process.pid_namespace != first.pid_namespace:
             raise ProcessGroupError(
-                f"engine {engine!r} needs all ranks in one PID namespace, but rank {setup.global_ranks[0]} is in "
+                f"engine 'shm' needs all ranks in one PID namespace, but rank {setup.global_ranks[0]} is in "
                 f"{first.pid_namespace} and rank {setup.global_ranks[rank]} in {process.pid_namespace} of host "
                 f"{first.hostname!r}: let the containers share a PID namespace, or use gradwire_gloo"
             )
     return processes
-
-
-def exchange_texts(setup: Setup, key: str, text: str) -> list[str]:
-    """All-gathers a text per rank through the store, under keys that start with `key`."""
-    setup.store.set(f"{key}/{setup.rank}", text)
-    keys = [f"{key}/{rank}" for rank in range(setup.size)]
-    wait_for_keys(setup, keys)
-    return [setup.store.get(each).decode() for each in keys]
-
-
-def wait_for_keys(setup: Setup, keys: Sequence[str]) -> None:
-    """Waits until the store has all keys; the i-th one is set by rank i.
-
-    Raises:
-        CollectiveTimeoutError: some keys were not set within the timeout of the setup; names their ranks.
-    """
-    try:
-        setup.store.wait(list(keys), timedelta(seconds=setup.timeout))
-    except DistStoreError:
-        missing = [rank for rank, key in enumerate(keys) if not setup.store.check([key])]
-        if not missing:
-            raise
-        ranks = ", ".join(str(setup.global_ranks[rank]) for rank in missing)
-        raise CollectiveTimeoutError("creating the group", setup.timeout, f"rank {ranks}") from None

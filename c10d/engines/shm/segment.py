@@ -17,7 +17,9 @@ import torch
 from ....errors import ProcessGroupError
 from ....net.security import printable
 from ..base import Setup
-from .processes import RankProcess, exchange_texts, wait_for_keys
+from .doorbells import Doorbells
+from .layout import Layout
+from .processes import RankProcess
 
 __all__ = ["Segment"]
 
@@ -28,22 +30,18 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @final
 class Segment:
-    """Shared memory of `size` bytes, all zero at first. Only pages that are written to use memory.
+    """Shared memory of all ranks of a group, which create it together; all zero at first.
 
-    All ranks of a group create it together.
-
-    Args:
-        setup: of the engine.
-        processes: of all ranks.
-        size: bytes.
-        engine: name of the engine, for error messages.
+    Only pages that are written to use memory.
 
     Raises:
         ProcessGroupError: some rank cannot map the memory; raised on all ranks.
         CollectiveTimeoutError: some rank did not take part within the timeout of the setup.
     """
 
-    def __init__(self, setup: Setup, processes: list[RankProcess], size: int, engine: str) -> None:
+    def __init__(self, setup: Setup, processes: list[RankProcess]) -> None:
+        self.layout: Final = Layout(setup.size)
+        size = self.layout.total_bytes
         problem = ""
         memory: mmap.mmap | None = None
         descriptor = -1  # rank 0 keeps the file open until all ranks have mapped it
@@ -55,7 +53,7 @@ class Segment:
                 memory[:_TOKEN_BYTES] = token.encode()
                 setup.store.set("segment", json.dumps([descriptor, token]))
             else:
-                wait_for_keys(setup, ["segment"])
+                setup.wait_for_keys(["segment"])
                 remote_descriptor, token = json.loads(setup.store.get("segment"))
                 memory = _map(processes[0].pid, remote_descriptor, token, size)
         except OSError as error:
@@ -63,25 +61,23 @@ class Segment:
             if setup.rank == 0:
                 setup.store.set("segment", json.dumps([-1, ""]))
         try:
-            problems = exchange_texts(setup, "mapped", problem)
+            problems = setup.exchange("mapped", problem)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         for rank, text in enumerate(problems):
             if text:
                 raise ProcessGroupError(
-                    f"engine {engine!r}: rank {setup.global_ranks[rank]} cannot share memory with rank "
+                    f"engine 'shm': rank {setup.global_ranks[rank]} cannot share memory with rank "
                     f"{setup.global_ranks[0]}: {printable(text)}. All ranks must run as one user who may open "
                     f"/proc/{processes[0].pid}/fd; otherwise use gradwire_gloo"
                 )
         assert memory is not None
-        self._memory = memory
-        self.words: Final = memoryview(memory).cast("q")
-        """The segment in words of 64 bits."""
         self.bytes: Final = torch.frombuffer(memory, dtype=torch.uint8)
         """The segment as a tensor: uint8, of shape `(size,)`."""
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         """Where the segment starts in this process, valid as long as this object lives."""
+        self.doorbells: Final = Doorbells(memoryview(memory).cast("q"), self.address)
 
 
 def _create(size: int) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ....errors import CollectiveTimeoutError
 from ..fingerprint import mismatch
-from .doorbells import LINE_WORDS, Doorbells
-from .layout import SLOT_BYTES, Layout
+from .doorbells import LINE_WORDS
+from .layout import SLOT_BYTES
 from .peers import Peers
 from .segment import Segment
 
@@ -35,10 +35,10 @@ _MAX_CACHED_VIEWS = 128
 class SlotExchange:
     """The slots of a group, used by one thread at a time."""
 
-    def __init__(self, layout: Layout, segment: Segment, doorbells: Doorbells, peers: Peers) -> None:
-        self._layout = layout
-        self._doorbells = doorbells
-        self._words = doorbells.words
+    def __init__(self, segment: Segment, peers: Peers) -> None:
+        layout = self._layout = segment.layout
+        self._doorbells = segment.doorbells
+        self._words = segment.doorbells.words
         self._peers = peers
         self._rank = peers.rank
         self._ranks = range(peers.size)
@@ -58,13 +58,7 @@ class SlotExchange:
         self._wait_target: tuple[Sequence[int], int, int] = ((), 0, 0)  # ranks, first doorbell, value
 
     def start_operation(self, operation: str, timeout: float, fingerprint: int) -> None:
-        """Sets the operation that the following rounds belong to.
-
-        Args:
-            operation: name for error messages.
-            timeout: seconds that the operation may take.
-            fingerprint: of this rank's call, see fingerprint.py.
-        """
+        """Sets the operation that the following rounds belong to, with the fingerprint of this rank's call."""
         self._peers.check()
         self._operation = operation
         self._timeout = timeout

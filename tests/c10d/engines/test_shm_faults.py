@@ -384,14 +384,14 @@ def test_a_missing_rank_is_named(workers, tmp_path):
 def test_other_processors_are_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsupportedOperationError, match="cannot run on linux on aarch64: it needs Linux and the"):
-        shm_doorbells.check_platform("shm")
+        shm_doorbells.check_platform()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 128])
 def test_the_segment_is_bounded(size):
     layout = Layout(size)
     assert layout.total_bytes <= 9.5 * 2**20 * size
-    assert layout.reason_offset(0) == CACHE_LINE_BYTES * (1 + layout.received_doorbell(size - 1, size - 1))
+    assert layout.reason_offset(0) == CACHE_LINE_BYTES * (1 + layout.channel(size - 1, size - 1).received)
 
 
 def test_destroying_the_group_unmaps_the_segment(group):
