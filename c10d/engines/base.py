@@ -137,6 +137,9 @@ class Engine(ABC):
         """
         self.rank = setup.rank
         self.size = setup.size
+        self.failure: Exception | None = None
+        """What `fail` was called with first."""
+        self._setup = setup
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Copies `tensor` of rank `root` to all ranks' `tensor`, which have its size and dtype."""
@@ -272,6 +275,18 @@ class Engine(ABC):
         Called from any thread, also while operations run, and possibly more than once: the first error counts.
         Must not block on other ranks.
         """
+        self.failure = self.failure or error
+
+    def fail_group(self, error: Exception) -> Exception:
+        """Fails the group and this engine for an error that the engine has found; returns the error to raise."""
+        self._setup.on_failure(error)
+        self.fail(error)  # has no effect if the group has called it, possibly with another error
+        return self.failure or error
+
+    def raise_if_failed(self) -> None:
+        """Raises the error that the engine has failed with, if it has failed."""
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None:
         """Releases threads, connections and memory. Called once, after `fail`, with no operation in flight."""

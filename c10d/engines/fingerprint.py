@@ -1,16 +1,22 @@
-"""Encodes which collective a rank calls as one integer, by which ranks notice that they call different ones."""
+"""Encodes which collective a rank calls as one integer, by which ranks notice that they call different ones.
+
+Libraries such as Gloo and MPI take the sizes that this rank gives for those of the other ranks. If these differ,
+they write wrong numbers, read memory that nobody has written, wait for ever, or end the process. So engines on
+them have ranks reach an agreement before they send the data of a collective.
+"""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
+from .base import Setup
 from .reductions import Reduction
 
-__all__ = ["encode", "encode_parts", "mismatch"]
+__all__ = ["encode", "encode_parts", "mismatch", "operation_of", "reach_agreement"]
 
 _OPERATIONS: Final = (
     "barrier",
@@ -41,20 +47,20 @@ _DTYPE_CODES = {dtype: number << _DTYPE_SHIFT for number, dtype in enumerate(_DT
 
 def encode(
     operation: str,
+    size: int = 0,
     *,
+    root: int = 0,
     reduction: Reduction | None = None,
     dtype: torch.dtype | None = None,
-    root: int = 0,
-    size: int = 0,
 ) -> int:
     """Returns the fingerprint of a call, a non-negative integer of at most 63 bits.
 
     Args:
         operation: name of the operation, such as `"all_reduce"`.
+        size: bytes that must be the same on all ranks; counted modulo 32 GiB.
+        root: of operations that have one.
         reduction: of operations that reduce.
         dtype: of the tensors, for operations that reduce; others move bytes.
-        root: of operations that have one.
-        size: bytes that must be the same on all ranks; counted modulo 32 GiB.
     """
     code = _OPERATION_CODES[operation] | root << _ROOT_SHIFT | (size & (1 << _SIZE_BITS) - 1) << _SIZE_SHIFT
     if reduction is not None:
@@ -62,11 +68,43 @@ def encode(
     return code
 
 
-def encode_parts(operation: str, reduction: Reduction, parts: Sequence[Tensor]) -> int:
-    """Returns the fingerprint of an operation that reduces a part for each rank; all ranks have the same sizes."""
+def encode_parts(reduction: Reduction, parts: Sequence[Tensor]) -> int:
+    """Returns the fingerprint of a reduce_scatter of a part for each rank; all ranks have the same sizes."""
     sizes = [part.nbytes for part in parts]
     checksum = 0 if len(set(sizes)) == 1 else zlib.crc32(repr(sizes).encode()) % (1 << _ROOT_BITS)
-    return encode(operation, reduction=reduction, dtype=parts[0].dtype, root=checksum, size=sum(sizes))
+    return encode("reduce_scatter", sum(sizes), root=checksum, reduction=reduction, dtype=parts[0].dtype)
+
+
+def reach_agreement(
+    setup: Setup,
+    call: int | Sequence[int],
+    expected: Sequence[int] | None,
+    exchange: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Waits until all ranks have called a collective, and compares the calls.
+
+    Args:
+        setup: of the engine.
+        call: fingerprint of this rank's call, or those for each of the ranks.
+        expected: the fingerprint that each rank must have for this one; if None, that of this rank's call.
+        exchange: sends element i of its second argument to rank i, and waits until the first has the elements of
+            all ranks for this one.
+
+    Raises:
+        CollectiveMismatchError: a rank has made another call.
+    """
+    if setup.size == 1:
+        return
+    given = [call] * setup.size if isinstance(call, int) else list(call)
+    wanted = given if expected is None else list(expected)
+    sent = torch.tensor(given)
+    received = torch.empty_like(sent)
+    exchange(received, sent)
+    found = received.tolist()
+    if found != wanted:
+        rank = next(rank for rank in range(setup.size) if found[rank] != wanted[rank])
+        ranks = setup.global_ranks
+        raise mismatch(ranks[rank], found[rank], ranks[setup.rank], given[rank], wanted[rank])
 
 
 def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> CollectiveMismatchError:
@@ -79,7 +117,7 @@ def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> Colle
         own: the fingerprint of this rank's call.
         expected: that of the other rank if the calls matched.
     """
-    if _operation(theirs) == _operation(expected) == "all_to_all":
+    if operation_of(theirs) == operation_of(expected) == "all_to_all":
         sent, taken = theirs >> _SIZE_SHIFT, expected >> _SIZE_SHIFT
         text = f"rank {other} calls all_to_all with {sent} bytes for rank {me}, which takes {taken} bytes"
     else:
@@ -89,13 +127,14 @@ def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> Colle
     return CollectiveMismatchError([other], text)
 
 
-def _operation(fingerprint: int) -> str:
+def operation_of(fingerprint: int) -> str:
+    """Returns the name of the operation that a fingerprint is of."""
     return _OPERATIONS[fingerprint & 15]
 
 
 def _describe(fingerprint: int) -> str:
     """Returns a call in words for error messages, such as `"broadcast with root 0 of 16 bytes"`."""
-    operation = text = _operation(fingerprint)
+    operation = text = operation_of(fingerprint)
     reduction = _REDUCTIONS[fingerprint >> _REDUCTION_SHIFT & 15]
     if reduction:
         dtype = _DTYPES[fingerprint >> _DTYPE_SHIFT & 255]

@@ -1,6 +1,6 @@
 """Reductions: their names, the dtypes that they support, and how one process computes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-__all__ = ["Reduction", "combine", "finish", "prepare"]
+__all__ = ["Reduction", "combine", "combine_all", "finish", "prepare", "prepared"]
 
 _NAMES = {
     int(getattr(ReduceOp.RedOpType, name)): name.lower()
@@ -101,6 +101,23 @@ def prepare(reduction: Reduction, tensor: Tensor) -> None:
     """Multiplies a rank's tensor by the factor of premul_sum, in place, before it is combined with others."""
     if reduction.factor is not None:
         tensor.copy_(tensor * reduction.factor)
+
+
+def prepared(reduction: Reduction, tensor: Tensor) -> Tensor:
+    """Returns the tensor multiplied by the factor of premul_sum; a copy, unless there is no factor."""
+    if reduction.factor is None:
+        return tensor
+    tensor = tensor.clone()
+    prepare(reduction, tensor)
+    return tensor
+
+
+def combine_all(reduction: Reduction, parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:
+    """Reduces the prepared tensors of all ranks, or the rows of one tensor, in their order into `out`."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        combine(reduction, out, part, out)
+    finish(reduction, out, len(parts))
 
 
 def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:

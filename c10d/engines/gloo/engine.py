@@ -30,12 +30,11 @@ from ....torch_internals import AllgatherOptions
 from ...rendezvous.hosts import gather_consenting_hosts
 from ...stores.describe import store_host
 from ...stores.prefix import PrefixStore
-from ..agreement import Agreement
 from ..base import Engine, Setup
-from ..fingerprint import encode, encode_parts
+from ..fingerprint import encode, encode_parts, operation_of, reach_agreement
 from ..memory import as_bytes, flat, join_bytes, split_bytes
 from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
-from ..reductions import Reduction, combine, finish, prepare
+from ..reductions import Reduction, combine_all, finish, prepare, prepared
 from .pending import GlooCollective, GlooMessage
 
 __all__ = ["GlooEngine"]
@@ -73,16 +72,11 @@ class GlooEngine(Engine):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # C++ keeps the C++ part of a store alive, but not its Python object.
-        self._stores = (setup.store, PrefixStore("gloo", setup.store))
-        self._failure: Exception | None = None
+        self._store = PrefixStore("gloo", setup.store)  # C++ keeps its C++ part alive, but not its Python object
         self._failed = threading.Event()
-        self._on_failure = setup.on_failure
-        self._wait_for_cause = setup.wait_for_cause
         self._any_source_receives: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
-        self._agreement = Agreement(setup)
         try:
-            self._gloo: Any = _connect(self._stores[-1], setup)
+            self._gloo: Any = _connect(self._store, setup)
         except RuntimeError as error:
             raise ProcessGroupError(f"Gloo could not connect the ranks: {_first_line(error)}") from error
 
@@ -90,7 +84,7 @@ class GlooEngine(Engine):
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by Gloo."""
-        self._agree("broadcast", timeout, encode("broadcast", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("broadcast", tensor.nbytes, root=root))
         return self._broadcast(tensor, root, timeout, "broadcast")
 
     def _broadcast(self, tensor: Tensor, root: int, timeout: float, name: str) -> PendingOperation | None:
@@ -102,23 +96,21 @@ class GlooEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on every rank."""
-        call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
-        self._agree("all_reduce", timeout, call)
+        self._agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
         if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size, tensor.numel())
             pending = self._all_gather_single(parts, tensor, timeout, "all_reduce")
-            return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+            return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
         options = dist.AllreduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
         return self._divided(self._start("allreduce", "all_reduce", timeout, options, [tensor]), reduction, tensor)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on the root."""
-        call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
-        self._agree("reduce", timeout, call)
+        self._agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
@@ -127,7 +119,7 @@ class GlooEngine(Engine):
             pending = self._gather(list(parts), tensor, root, timeout, "reduce")
             if self.rank != root:
                 return pending
-            return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+            return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
         options = dist.ReduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
         options.rootRank = root
@@ -135,19 +127,20 @@ class GlooEngine(Engine):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
-        expected = [encode("all_gather", size=output.nbytes) for output in outputs]
-        self._agree("all_gather", timeout, expected[self.rank], expected)
+        expected = [encode("all_gather", output.nbytes) for output in outputs]
+        self._agree(timeout, expected[self.rank], expected)
         if len(set(expected)) == 1:
             if not tensor.numel():
                 return None
             lists = [[_movable(output) for output in outputs]]
             return self._start("allgather", "all_gather", timeout, AllgatherOptions(), lists, [_movable(tensor)])
         outputs[self.rank].copy_(tensor.view_as(outputs[self.rank]))
-        return _all([self._broadcast(output, root, timeout, "all_gather") for root, output in enumerate(outputs)])
+        started = [self._broadcast(output, root, timeout, "all_gather") for root, output in enumerate(outputs)]
+        return CombinedOperation([each for each in started if each is not None])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo."""
-        self._agree("all_gather", timeout, encode("all_gather", size=tensor.nbytes))
+        self._agree(timeout, encode("all_gather", tensor.nbytes))
         return self._all_gather_single(output, tensor, timeout, "all_gather")
 
     def _all_gather_single(
@@ -163,7 +156,7 @@ class GlooEngine(Engine):
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers by Gloo; all tensors must have one size."""
-        self._agree("gather", timeout, encode("gather", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("gather", tensor.nbytes, root=root))
         return self._gather(outputs, tensor, root, timeout, "gather")
 
     def _gather(
@@ -180,7 +173,7 @@ class GlooEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
         """Scatters by Gloo; all tensors must have one size."""
-        self._agree("scatter", timeout, encode("scatter", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("scatter", tensor.nbytes, root=root))
         if not tensor.numel():
             return None
         options = dist.ScatterOptions()
@@ -193,28 +186,27 @@ class GlooEngine(Engine):
     ) -> PendingOperation | None:
         """Exchanges the inputs by all_to_all and combines them on each rank."""
         # Gloo's own reduce_scatter is an all_reduce whose result is mostly discarded.
-        self._agree("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
+        self._agree(timeout, encode_parts(reduction, inputs))
         parts = tensor.new_empty(self.size, tensor.numel())
-        pending = self._all_to_all(list(parts), _prepared(reduction, inputs), timeout, "reduce_scatter")
-        return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+        ready = [prepared(reduction, each) for each in inputs]
+        pending = self._all_to_all(list(parts), ready, timeout, "reduce_scatter")
+        return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Exchanges the chunks by all_to_all and combines them on each rank."""
-        call = encode("reduce_scatter", reduction=reduction, dtype=whole.dtype, size=whole.nbytes)
-        self._agree("reduce_scatter", timeout, call)
+        self._agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         parts = tensor.new_empty(self.size, tensor.numel())
-        whole = _prepared(reduction, [whole])[0]
-        pending = self._all_to_all_single(parts, whole, timeout, "reduce_scatter")
-        return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+        pending = self._all_to_all_single(parts, prepared(reduction, whole), timeout, "reduce_scatter")
+        return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
         """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
-        sent = [encode("all_to_all", size=each.nbytes) for each in inputs]
-        self._agree("all_to_all", timeout, sent, [encode("all_to_all", size=each.nbytes) for each in outputs])
+        sent = [encode("all_to_all", each.nbytes) for each in inputs]
+        self._agree(timeout, sent, [encode("all_to_all", each.nbytes) for each in outputs])
         return self._all_to_all(outputs, inputs, timeout, "all_to_all")
 
     def _all_to_all(
@@ -229,7 +221,7 @@ class GlooEngine(Engine):
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges the chunks by Gloo."""
-        self._agree("all_to_all", timeout, encode("all_to_all", size=whole.nbytes // self.size))
+        self._agree(timeout, encode("all_to_all", whole.nbytes // self.size))
         return self._all_to_all_single(output, whole, timeout, "all_to_all")
 
     def _all_to_all_single(
@@ -242,23 +234,21 @@ class GlooEngine(Engine):
 
     def barrier(self, timeout: float) -> PendingOperation | None:
         """Waits until all ranks agree that this is a barrier."""
-        self._agree("barrier", timeout, encode("barrier"))
+        self._agree(timeout, encode("barrier"))
         return None
 
-    def _agree(
-        self, name: str, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None
-    ) -> None:
-        """Waits until all ranks have called this collective; see Agreement.reach for the fingerprints."""
+    def _agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
+        """Waits until all ranks have called this collective; see reach_agreement for the fingerprints."""
+        name = operation_of(call if isinstance(call, int) else call[0])
 
         def exchange(received: Tensor, sent: Tensor) -> None:
             self._start("alltoall_base", name, timeout, dist.AllToAllOptions(), received, sent, [], []).wait(None)
 
-        self._agreement.reach(exchange, call, expected)
+        reach_agreement(self._setup, call, expected, exchange)
 
     def _start(self, function: str, name: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
         """Calls a method of the C++ group for an operation, with the timeout put into its options."""
-        if self._failure is not None:
-            raise self._failure
+        self.raise_if_failed()
         # Gloo counts milliseconds, and takes 0 for no timeout.
         options.timeout = timedelta(seconds=max(timeout, 0.001))
         try:
@@ -296,8 +286,7 @@ class GlooEngine(Engine):
     def _point_to_point(
         self, operation: str, tensor: Tensor, address: tuple[int, ...], timeout: float
     ) -> PendingOperation:
-        if self._failure is not None:
-            raise self._failure
+        self.raise_if_failed()
         # Gloo sends no empty messages.
         data = _movable(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
         try:
@@ -320,31 +309,23 @@ class GlooEngine(Engine):
             timeout: of the operation, in seconds.
             start_time: when the operation started, by time.monotonic.
         """
-        if self._failure is None:
-            text = _first_line(error)
-            # Another rank whose timeout expired first closes its connections before this rank's timeout expires.
-            is_late = time.monotonic() - start_time >= 0.95 * timeout
-            if "Timed out" in text or (is_late and not self._failed.wait(0.1)):
-                self._fail_group(CollectiveTimeoutError(operation, timeout))
-            else:
-                self._fail_group(
-                    self._wait_for_cause(FAILURE_REASON_TIMEOUT_S)
-                    or ProcessGroupError(
-                        f"{operation} failed because the connection to another rank broke: {text}"
-                    )
-                )
-        assert self._failure is not None
-        return self._failure
-
-    def _fail_group(self, error: Exception) -> None:
-        self._on_failure(error)
-        self.fail(error)  # has no effect if the group has called `fail`, possibly with another error
+        if self.failure is not None:
+            return self.failure
+        text = _first_line(error)
+        # Another rank whose timeout expired first closes its connections before this rank's timeout expires.
+        is_late = time.monotonic() - start_time >= 0.95 * timeout
+        if "Timed out" in text or (is_late and not self._failed.wait(0.1)):
+            return self.fail_group(CollectiveTimeoutError(operation, timeout))
+        return self.fail_group(
+            self._setup.wait_for_cause(FAILURE_REASON_TIMEOUT_S)
+            or ProcessGroupError(f"{operation} failed because the connection to another rank broke: {text}")
+        )
 
     def fail(self, error: Exception) -> None:
         """Makes all operations in flight, and all later ones, raise `error`; closes Gloo's connections."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = error
+        super().fail(error)
         self._failed.set()
         self._close_connections()
         for receive in list(self._any_source_receives):  # Gloo does not wake these when connections close
@@ -398,29 +379,11 @@ def _cut_off_other_users(ports: set[int]) -> None:
         log.warning("users %s of this host have connected to a process group, and are cut off", sorted(set(users)))
 
 
-def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors multiplied by the reduction's factor; copies, unless there is no factor."""
-    if reduction.factor is None:
-        return tensors
-    copies = [tensor.clone() for tensor in tensors]
-    for copy in copies:
-        prepare(reduction, copy)
-    return copies
-
-
 def _reduce_op(reduction: Reduction, tensor: Tensor) -> Any:
     """Returns the ReduceOp that Gloo runs for a reduction."""
     if reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype not in _FLOATS):
         return dist.ReduceOp.SUM
     return _OPS[reduction.name]
-
-
-def _combine(reduction: Reduction, parts: Tensor, out: Tensor) -> None:
-    """Writes the reduction of the rows of `parts`, of shape `(ranks, n)`, to `out`, of shape `(n,)`."""
-    out.copy_(parts[0])
-    for part in parts[1:]:
-        combine(reduction, out, part, out)
-    finish(reduction, out, len(parts))
 
 
 def _movable(tensor: Tensor) -> Tensor:
@@ -431,11 +394,6 @@ def _movable(tensor: Tensor) -> Tensor:
 def _then(pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
     """Has `function` run before the operation is done."""
     return None if pending is None else OperationWithFinalStep(pending, function)
-
-
-def _all(operations: Sequence[PendingOperation | None]) -> PendingOperation | None:
-    in_flight = [each for each in operations if each is not None]
-    return CombinedOperation(in_flight) if in_flight else None
 
 
 def _first_line(error: Exception) -> str:

@@ -19,9 +19,8 @@ SPIN_S = 0.0004
 """Seconds for which a thread polls, yielding the processor, before it sleeps in C++; waking up takes as long."""
 
 
-@final
-class GlooCollective:
-    """A collective in flight, a PendingOperation (c10d/engines/pending.py).
+class _GlooOperation:
+    """An operation in flight.
 
     Args:
         translate_error: returns the error to raise for an error of Gloo.
@@ -32,11 +31,20 @@ class GlooCollective:
 
     def __init__(self, translate_error: TranslateError, work: TorchWork, operation: str, timeout: float) -> None:
         self._translate_error = translate_error
-        self._work: TorchWork | None = work  # dropped when done, as it holds the tensors
+        self._work: Any = work  # dropped when done, as it holds the tensors
         self._operation = operation
         self._timeout = timeout
         self._start_time = time.monotonic()
         self._error: Exception | None = None
+
+    def _translated(self, error: RuntimeError) -> Exception:
+        translated = self._translate_error(error, self._operation, self._timeout, self._start_time)
+        return translated.with_traceback(None)
+
+
+@final
+class GlooCollective(_GlooOperation):
+    """A collective in flight, a PendingOperation (c10d/engines/pending.py)."""
 
     def wait(self, timeout: float | None) -> None:
         """Waits in C++; see PendingOperation.wait."""
@@ -51,8 +59,7 @@ class GlooCollective:
             except RuntimeError as error:
                 if not work.is_completed():
                     raise TimeoutError from None
-                translated = self._translate_error(error, self._operation, self._timeout, self._start_time)
-                self._error = translated.with_traceback(None)
+                self._error = self._translated(error)
             self._work = None
         if self._error is not None:
             raise self._error
@@ -84,31 +91,20 @@ class GlooCollective:
 
 
 @final
-class GlooMessage:
+class GlooMessage(_GlooOperation):
     """A send or receive in flight, a PendingOperation (c10d/engines/pending.py).
 
     Gloo makes progress by itself, but reports the end of a message only to a thread that waits for it. So the
     first `wait` without a timeout waits in C++ itself. A thread is started for that if `done` or `on_done` is
     called before, if `wait` has a timeout, or for a receive from any rank.
-
-    Args:
-        translate_error: returns the error to raise for an error of Gloo.
-        work: torch's Work for the operation.
-        operation: `"send"`, `"recv"` or `"recv_anysource"`.
-        timeout: seconds that it may take.
     """
 
     def __init__(self, translate_error: TranslateError, work: TorchWork, operation: str, timeout: float) -> None:
-        self._translate_error = translate_error
-        self._work: Any = work
-        self._operation = operation
-        self._timeout = timeout
-        self._start_time = time.monotonic()
+        super().__init__(translate_error, work, operation, timeout)
         self._lock = threading.Lock()
         self._has_waiter = threading.Lock()  # acquired for good by whoever waits in C++, without blocking
         self._is_done = False
         self._source = -1
-        self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: float | None) -> None:
@@ -165,7 +161,7 @@ class GlooMessage:
         try:
             work.wait(timedelta(seconds=max(remaining, 0.001)))
         except RuntimeError as error:
-            self.fail(self._translate_error(error, self._operation, self._timeout, self._start_time))
+            self._finish(self._translated(error))
             return
         if self._operation != "send":
             self._source = int(work._source_rank())

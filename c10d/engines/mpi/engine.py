@@ -18,15 +18,16 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ..agreement import Agreement
+from ....errors import ProcessGroupError, RankLostError
+from ...failure.messages import DIED
 from ..base import Engine, Setup
-from ..fingerprint import encode, encode_parts
+from ..fingerprint import encode, encode_parts, operation_of, reach_agreement
 from ..memory import join_bytes, split_bytes
 from ..pending import PendingOperation
 from ..reductions import Reduction
 from .buffers import BufferSpecs, Reducible, share_memory
 from .limits import MpiLimits, start_in_pieces
-from .operation import MpiGroupState, MpiOperation
+from .operation import MpiOperation
 from .world import MpiWorld
 
 __all__ = ["MpiEngine"]
@@ -48,31 +49,29 @@ class MpiEngine(Engine):
         super().__init__(setup)
         world, ranks = MpiWorld.join(setup)
         self._mpi = world.mpi
-        self._state = MpiGroupState(world, setup.on_failure)
+        self._world = world
         self._specs = BufferSpecs(self._mpi)
         members = world.comm.Get_group().Incl(ranks)
         # The tag distinguishes groups that several threads create at the same time.
         self._comm = world.comm.Create_group(members, zlib.crc32(setup.group_name.encode()) % 2**15)
         self._limits = MpiLimits(self._mpi, self._comm, self.name)
         members.Free()
-        self._agreement = Agreement(setup)
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.
 
-    def _agree(
-        self, name: str, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None
-    ) -> None:
-        """Waits until all ranks have called this collective; see Agreement.reach for the fingerprints."""
+    def _agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
+        """Waits until all ranks have called this collective; see reach_agreement for the fingerprints."""
+        name = operation_of(call if isinstance(call, int) else call[0])
 
         def exchange(received: Tensor, sent: Tensor) -> None:
             source, target = self._specs.raw(sent), self._specs.raw(received)
             self._start(name, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
 
-        self._agreement.reach(exchange, call, expected)
+        reach_agreement(self._setup, call, expected, exchange)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts bytes, by MPI_Ibcast."""
-        self._agree("broadcast", timeout, encode("broadcast", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("broadcast", tensor.nbytes, root=root))
         return self._broadcast(tensor, root, timeout)
 
     def _broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
@@ -82,8 +81,7 @@ class MpiEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Iallreduce."""
-        call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
-        self._agree("all_reduce", timeout, call)
+        self._agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
         return self._all_reduce(tensor, reduction, timeout)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
@@ -103,8 +101,7 @@ class MpiEngine(Engine):
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce."""
-        call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
-        self._agree("reduce", timeout, call)
+        self._agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         return self._reduce(tensor, root, reduction, timeout)
 
     def _reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
@@ -129,8 +126,8 @@ class MpiEngine(Engine):
         """Gathers bytes, by MPI_Iallgather if the sizes are equal or else MPI_Iallgatherv, through one buffer."""
         sizes = [output.nbytes for output in outputs]
         self._limits.check_count("all_gather", sum(sizes))
-        expected = [encode("all_gather", size=size) for size in sizes]
-        self._agree("all_gather", timeout, expected[self.rank], expected)
+        expected = [encode("all_gather", size) for size in sizes]
+        self._agree(timeout, expected[self.rank], expected)
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         if len(set(sizes)) == 1:  # all ranks see the same sizes, so all choose the same function
             function, target = self._comm.Iallgather, self._specs.raw(whole)
@@ -149,7 +146,7 @@ class MpiEngine(Engine):
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers bytes, by MPI_Iallgather."""
         self._limits.check_count("all_gather", tensor.nbytes)
-        self._agree("all_gather", timeout, encode("all_gather", size=tensor.nbytes))
+        self._agree(timeout, encode("all_gather", tensor.nbytes))
         if share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
             tensor = tensor.clone()
         return self._start(
@@ -166,7 +163,7 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
         self._limits.check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
-        self._agree("gather", timeout, encode("gather", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("gather", tensor.nbytes, root=root))
         source = self._specs.raw(tensor)
         if self.rank != root:
             return self._start("gather", timeout, self._comm.Igatherv, source, None, root, buffers=tensor)
@@ -188,7 +185,7 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Scatters bytes, by MPI_Iscatterv, through one buffer on the root."""
         self._limits.check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
-        self._agree("scatter", timeout, encode("scatter", root=root, size=tensor.nbytes))
+        self._agree(timeout, encode("scatter", tensor.nbytes, root=root))
         source, whole = None, None
         if self.rank == root:
             whole = join_bytes(inputs)
@@ -202,7 +199,7 @@ class MpiEngine(Engine):
         """Reduces numbers, by MPI_Ireduce_scatter, from a concatenation of the inputs."""
         sizes = [each.numel() for each in inputs]
         self._limits.check_count("reduce_scatter", sum(sizes))
-        self._agree("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
+        self._agree(timeout, encode_parts(reduction, inputs))
         whole = torch.cat([each.view(-1) for each in inputs])
         return self._reduce_scatter(tensor, whole, sizes, reduction, timeout)
 
@@ -211,8 +208,7 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce_scatter."""
         self._limits.check_count("reduce_scatter", whole.numel())
-        call = encode("reduce_scatter", reduction=reduction, dtype=whole.dtype, size=whole.nbytes)
-        self._agree("reduce_scatter", timeout, call)
+        self._agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         if reduction.factor is not None or share_memory(whole, tensor):
             whole = whole.clone()
         return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
@@ -241,8 +237,8 @@ class MpiEngine(Engine):
         """Exchanges bytes, by MPI_Ialltoallv, through one buffer for all inputs and one for all outputs."""
         sizes = [output.nbytes for output in outputs]
         self._limits.check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
-        given = [encode("all_to_all", size=each.nbytes) for each in inputs]
-        self._agree("all_to_all", timeout, given, [encode("all_to_all", size=size) for size in sizes])
+        given = [encode("all_to_all", each.nbytes) for each in inputs]
+        self._agree(timeout, given, [encode("all_to_all", size) for size in sizes])
         sent, received = join_bytes(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_to_all",
@@ -258,13 +254,13 @@ class MpiEngine(Engine):
         """Exchanges bytes, by MPI_Ialltoall."""
         part = whole.nbytes // self.size
         self._limits.check_count("all_to_all", part)
-        self._agree("all_to_all", timeout, encode("all_to_all", size=part))
+        self._agree(timeout, encode("all_to_all", part))
         source, target = self._specs.raw(whole), self._specs.raw(output)
         return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
 
     def barrier(self, timeout: float) -> PendingOperation | None:
         """Waits until all ranks agree that this is a barrier."""
-        self._agree("barrier", timeout, encode("barrier"))
+        self._agree(timeout, encode("barrier"))
         return None
 
     # Point-to-point messages
@@ -309,13 +305,14 @@ class MpiEngine(Engine):
         expected_bytes: int | None = None,
     ) -> MpiOperation:
         """Starts an operation: calls an immediate function of MPI. See MpiOperation for the other arguments."""
-        self._state.check()
+        self.raise_if_failed()
         try:
             request = function(*arguments)
         except self._mpi.Exception as error:
-            raise self._state.translate_error(operation, error) from error
+            raise self.fail_group(ProcessGroupError(f"{operation} failed in MPI: {error}")) from error
         return MpiOperation(
-            self._state,
+            self,
+            self._world.progress,
             request,
             name=operation,
             timeout=timeout,
@@ -328,10 +325,11 @@ class MpiEngine(Engine):
 
     def fail(self, error: Exception) -> None:
         """Makes all operations in flight, and all later ones, raise `error`, a few milliseconds later."""
-        self._state.fail(error)
+        if self.failure is None and isinstance(error, RankLostError) and error.reason == DIED:
+            self._world.failure = error
+        super().fail(error)
 
     def close(self) -> None:
         """Frees the communicator, unless MPI may still use it for abandoned operations or a process has died."""
-        world = self._state.world
-        if not world.progress.abandoned and world.failure is None:
+        if not self._world.progress.abandoned and self._world.failure is None:
             self._comm.Free()

@@ -1,60 +1,81 @@
-"""Operations of MPI in flight, and the state that the operations of one group share.
+"""Operations of MPI in flight, and what polls them: MPI moves data only while it is called.
 
 An operation is started without waiting and tested until it is done, so that it can time out and be failed. MPI
 cannot cancel it then: the process keeps the memory of its tensors until it ends, as MPI may still write to it.
+
+A thread that waits for an operation tests it repeatedly, at first without a pause and then with longer and longer
+ones. A progress thread does this for operations that no thread waits for.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from ....errors import CollectiveTimeoutError, ProcessGroupError, RankLostError
-from ...failure.messages import DIED
-from .progress import PollingPause
-from .world import MpiWorld
+from ....errors import CollectiveTimeoutError, ProcessGroupError
+from ..base import Engine
+from ..polling_thread import PollingThread
 
-__all__ = ["MpiGroupState", "MpiOperation"]
+__all__ = ["MpiOperation", "MpiProgress"]
+
+YIELD_TIME_S = 0.001
+"""Seconds for which a thread yields between tests, so that ranks may share a core, before it sleeps."""
+
+DATA_TEST_S, DATA_YIELD_TIME_S = 0.00002, 0.0003
+"""A test that takes longer than the first has moved data; the thread does not sleep for the second after it."""
+
+MIN_PAUSE_S, MAX_PAUSE_S = 0.00005, 0.005
+
+SCAN_INTERVAL_S = 0.01
+"""Seconds after which the progress thread looks for operations that no thread waits for."""
 
 
 @final
-class MpiGroupState:
-    """State shared by the operations of one group: the MPI world, and the error that the group has failed with.
+class _PollingPause:
+    """Pauses between the tests of an operation, for longer the longer nothing has happened."""
 
-    Args:
-        world: that the group is a part of.
-        on_failure: tells the process group of an error after which it cannot continue.
+    def __init__(self) -> None:
+        self._last_progress = time.perf_counter()
+        self._yield_until = self._last_progress + YIELD_TIME_S
+
+    def pause(self, test_start: float) -> None:
+        """Pauses after a test that began at `test_start` (time.perf_counter) and found the operation in flight."""
+        now = time.perf_counter()
+        if now - test_start > DATA_TEST_S:
+            self._last_progress = now
+            self._yield_until = max(self._yield_until, now + DATA_YIELD_TIME_S)
+        if now < self._yield_until:
+            os.sched_yield()
+        else:
+            time.sleep(min(max((now - self._last_progress) / 10, MIN_PAUSE_S), MAX_PAUSE_S))
+
+
+@final
+class MpiProgress:
+    """The operations of this process that are in flight.
+
+    in_flight: by their id.
+    abandoned: requests that failed or timed out in flight, with their buffers: MPI may still write to these.
     """
 
-    def __init__(self, world: MpiWorld, on_failure: Callable[[Exception], None]) -> None:
-        self.world: Final = world
-        self.failure: Exception | None = None
-        """The first error of the group."""
-        self._on_failure = on_failure
+    def __init__(self, mpi: Any) -> None:
+        self.mpi: Final = mpi
+        self.in_flight: dict[int, MpiOperation] = {}
+        self.abandoned: list[Any] = []
+        self.thread: Final = PollingThread("gradwire-mpi", self._poll, SCAN_INTERVAL_S)
+        self._pause = _PollingPause()
 
-    def check(self) -> None:
-        """Raises the error that the group has failed with, if it has failed."""
-        if self.failure is not None:
-            raise self.failure
-
-    def fail(self, error: Exception) -> None:
-        """Makes operations in flight, when they are tested next, and all later ones raise `error`."""
-        if self.failure is None:
-            self.failure = error
-            if isinstance(error, RankLostError) and error.reason == DIED:
-                self.world.failure = error
-
-    def fail_group(self, error: Exception) -> None:
-        """Reports `error` to the process group and fails."""
-        self._on_failure(error)
-        self.fail(error)  # has no effect if the group has called `fail`, possibly with another error
-
-    def translate_error(self, operation: str, error: Exception) -> Exception:
-        """Fails the group for an error of an operation, and returns the error to raise."""
-        if isinstance(error, self.world.mpi.Exception):
-            error = ProcessGroupError(f"{operation} failed in MPI: {error}")
-        self.fail_group(error)
-        return self.failure or error
+    def _poll(self) -> float | None:
+        """Tests the operations that no thread waits for."""
+        without_waiter = [each for each in list(self.in_flight.values()) if not each.waiters]
+        if not without_waiter:
+            return None
+        test_start = time.perf_counter()
+        if [each for each in without_waiter if each.test()]:
+            self._pause = _PollingPause()
+        self._pause.pause(test_start)
+        return 0.0
 
 
 @final
@@ -62,7 +83,8 @@ class MpiOperation:
     """An MPI request in flight, a PendingOperation (c10d/engines/pending.py).
 
     Args:
-        group: that it belongs to.
+        engine: that has started it.
+        progress: tests it while no thread waits for it.
         request: the mpi4py Request.
         name: of the operation, for error messages.
         timeout: seconds that it may take.
@@ -73,7 +95,8 @@ class MpiOperation:
 
     def __init__(
         self,
-        group: MpiGroupState,
+        engine: Engine,
+        progress: MpiProgress,
         request: Any,
         *,
         name: str,
@@ -82,7 +105,8 @@ class MpiOperation:
         finish: Callable[[], None] | None,
         expected_bytes: int | None,
     ) -> None:
-        self._group = group
+        self._engine = engine
+        self._progress = progress
         self._request = request
         self._name = name
         self._timeout = timeout
@@ -90,7 +114,7 @@ class MpiOperation:
         self._buffers = buffers
         self._finish = finish
         self._expected_bytes = expected_bytes
-        self._status = None if expected_bytes is None else group.world.mpi.Status()
+        self._status = None if expected_bytes is None else progress.mpi.Status()
         self._testing = threading.Lock()
         self._is_done = False
         self._source = -1
@@ -98,7 +122,8 @@ class MpiOperation:
         self._callbacks: list[Callable[[], None]] = []
         self.waiters = 0
         """Threads that wait for the operation, and test it meanwhile."""
-        group.world.progress.add(self)
+        progress.in_flight[id(self)] = self
+        progress.thread.start()
 
     def wait(self, timeout: float | None) -> None:
         """Tests the operation until it is done, see PendingOperation.wait."""
@@ -112,7 +137,7 @@ class MpiOperation:
                     break
                 if deadline is not None and test_start > deadline:
                     raise TimeoutError
-                pause = pause or PollingPause()
+                pause = pause or _PollingPause()
                 pause.pause(test_start)
         finally:
             self.waiters -= 1
@@ -132,7 +157,7 @@ class MpiOperation:
         with self._testing:
             if not self._is_done:
                 self._callbacks.append(callback)
-                self._group.world.progress.wake()
+                self._progress.thread.wake()
                 return
         callback()
 
@@ -150,7 +175,7 @@ class MpiOperation:
             callbacks, self._callbacks = self._callbacks, []
         finally:
             self._testing.release()
-        self._group.world.progress.remove(self)
+        self._progress.in_flight.pop(id(self), None)
         for callback in callbacks:
             callback()
         return True
@@ -162,14 +187,16 @@ class MpiOperation:
                 self._complete()
                 self._is_done = True
                 return
-            if self._group.failure is None and time.monotonic() > self._deadline:
-                self._group.fail_group(CollectiveTimeoutError(self._name, self._timeout))
-            self._error = self._group.failure
+            if self._engine.failure is None and time.monotonic() > self._deadline:
+                self._engine.fail_group(CollectiveTimeoutError(self._name, self._timeout))
+            self._error = self._engine.failure
         except Exception as error:
-            self._error = self._group.translate_error(self._name, error).with_traceback(None)
+            if isinstance(error, self._progress.mpi.Exception):
+                error = ProcessGroupError(f"{self._name} failed in MPI: {error}")
+            self._error = self._engine.fail_group(error).with_traceback(None)
         if self._error is not None:
             self._is_done = True
-            self._group.world.progress.abandoned.append((self._request, self._buffers))
+            self._progress.abandoned.append((self._request, self._buffers))
 
     def _complete(self) -> None:
         """Runs `finish`; checks the size of a received message, and notes its source."""
@@ -178,7 +205,7 @@ class MpiOperation:
         if self._status is None:
             return
         source = int(self._status.Get_source())
-        received = self._status.Get_count(self._group.world.mpi.BYTE)
+        received = self._status.Get_count(self._progress.mpi.BYTE)
         if received != self._expected_bytes:
             raise ProcessGroupError(
                 f"recv expects {self._expected_bytes} bytes, but rank {source} sent {received}: send and "

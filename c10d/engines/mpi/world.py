@@ -24,8 +24,8 @@ from ....net.host_identity import HostIdentity, can_share_loopback, can_share_me
 from ...rendezvous.hosts import gather_consenting_hosts, listen
 from ...stores.prefix import PrefixStore
 from ..base import Setup
+from .operation import MpiProgress
 from .pmi import PmiServer, leave
-from .progress import MpiProgressThread
 
 __all__ = ["MpiWorld", "load_mpi", "under_mpiexec"]
 
@@ -83,7 +83,7 @@ class MpiWorld:
         self.mpi = mpi
         self.name = name
         self.comm = mpi.COMM_WORLD
-        self.progress = MpiProgressThread()
+        self.progress = MpiProgress(mpi)
         self.failure: Exception | None = None
         """The loss of a process of the world, after which MPI cannot be used any more."""
         self._address = address
@@ -120,8 +120,7 @@ class MpiWorld:
             hosts = gather_consenting_hosts(
                 store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="MPI"
             )
-            texts = _exchange(store, "world", setup, json.dumps(own))
-            ranks = [_parse(each, str, int) for each in texts]
+            ranks = [_parse(each, str, int) for each in setup.exchange("mpi_world", json.dumps(own))]
             names = {name for name, _ in ranks}
             if names == {""}:
                 world = cls._current = cls._form(mpi, store, setup, hosts)
@@ -206,7 +205,7 @@ class MpiWorld:
 
     def _finalize(self) -> None:
         """Finalizes MPI at interpreter exit, together with all processes of the world; not if some have failed."""
-        self.progress.close()
+        self.progress.thread.close()
         if self.failure is not None or self.progress.abandoned or self.mpi.Is_finalized():
             return
         if self._address and not leave(self._address, self._pmi_id, LEAVE_TIMEOUT_S):
@@ -274,11 +273,3 @@ def _parse(text: bytes | str, *kinds: type) -> list[Any]:
         return parse_list(text, *kinds)
     except ValueError:
         raise ProcessGroupError(unexpected_value(text, "what a rank knows of its MPI world")) from None
-
-
-def _exchange(store: PrefixStore, key: str, setup: Setup, text: str) -> list[str]:
-    """All-gathers a text per rank through the store."""
-    store.set(f"{key}/{setup.rank}", text)
-    keys = [f"{key}/{rank}" for rank in range(setup.size)]
-    store.wait(keys, timedelta(seconds=setup.timeout))
-    return [store.get(each).decode() for each in keys]

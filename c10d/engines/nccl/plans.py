@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base import chunks
-from ..reductions import Reduction, combine, finish, prepare
+from ..reductions import Reduction, combine_all, prepare, prepared
 from .dtypes import BYTES, NativeReduction, NcclCapability
 from .library import Communicator
 from .streams import Stream
@@ -79,7 +79,7 @@ def all_reduce(me: GpuRank, tensor: Tensor, reduction: Reduction) -> Plan:
         return
     parts = tensor.new_empty(me.size, tensor.numel())
     yield _all_gather(parts, tensor)
-    _combine(reduction, list(parts), tensor)
+    combine_all(reduction, list(parts), tensor.view(-1))
 
 
 def reduce(me: GpuRank, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
@@ -92,7 +92,7 @@ def reduce(me: GpuRank, tensor: Tensor, root: int, reduction: Reduction) -> Plan
     parts = list(tensor.new_empty(me.size, tensor.numel())) if me.rank == root else []
     yield from gather(me, parts, tensor, root)
     if parts:
-        _combine(reduction, parts, tensor)
+        combine_all(reduction, parts, tensor.view(-1))
 
 
 def all_gather(me: GpuRank, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
@@ -145,8 +145,8 @@ def reduce_scatter(me: GpuRank, tensor: Tensor, inputs: Sequence[Tensor], reduct
         prepare(reduction, whole)
         yield _reduce_scatter(tensor, whole, native)
     else:
-        prepared = [_prepared(reduction, part) for part in inputs]
-        yield [call for root, part in enumerate(prepared) for call in _reduce(part, tensor, root, native)]
+        ready = [prepared(reduction, part) for part in inputs]
+        yield [call for root, part in enumerate(ready) for call in _reduce(part, tensor, root, native)]
 
 
 def reduce_scatter_single(me: GpuRank, tensor: Tensor, whole: Tensor, reduction: Reduction) -> Plan:
@@ -155,7 +155,7 @@ def reduce_scatter_single(me: GpuRank, tensor: Tensor, whole: Tensor, reduction:
     if native is None:
         yield from _exchange_and_combine(me, tensor, chunks(whole, me.size), reduction)
     else:
-        whole = _prepared(reduction, whole)
+        whole = prepared(reduction, whole)
         yield _reduce_scatter(tensor, whole, native)
 
 
@@ -185,26 +185,8 @@ def recv(_: GpuRank, tensor: Tensor) -> Plan:
 def _exchange_and_combine(me: GpuRank, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
     """Exchanges the inputs of a reduce_scatter by all_to_all and combines them on each rank."""
     parts = list(tensor.new_empty(me.size, tensor.numel()))
-    yield from all_to_all(me, parts, [_prepared(reduction, part) for part in inputs])
-    _combine(reduction, parts, tensor)
-
-
-def _combine(reduction: Reduction, parts: Sequence[Tensor], tensor: Tensor) -> None:
-    """Writes the reduction of the parts, in their order, to the tensor."""
-    flat = tensor.view(-1)
-    flat.copy_(parts[0])
-    for part in parts[1:]:
-        combine(reduction, flat, part, flat)
-    finish(reduction, flat, len(parts))
-
-
-def _prepared(reduction: Reduction, tensor: Tensor) -> Tensor:
-    """Returns the tensor multiplied by the reduction's factor; a copy, unless there is no factor."""
-    if reduction.factor is None:
-        return tensor
-    tensor = tensor.clone()
-    prepare(reduction, tensor)
-    return tensor
+    yield from all_to_all(me, parts, [prepared(reduction, part) for part in inputs])
+    combine_all(reduction, parts, tensor.view(-1))
 
 
 # Calls of NCCL, none for empty tensors. They take pointers; the plan or the operation keeps the tensors alive.

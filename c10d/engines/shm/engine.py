@@ -74,7 +74,7 @@ class ShmEngine(Engine):
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         """Broadcasts through the root's slot, which all other ranks read."""
         slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
-        slots.start_operation("broadcast", timeout, encode("broadcast", root=root, size=size))
+        slots.start_operation(timeout, encode("broadcast", size, root=root))
         for start, count in _pieces(size, SLOT_BYTES):
             slots.start_round()
             if self.rank == root:
@@ -88,7 +88,7 @@ class ShmEngine(Engine):
     def barrier(self, timeout: float) -> None:
         """Goes through a round without data."""
         slots = self._slots
-        slots.start_operation("barrier", timeout, encode("barrier"))
+        slots.start_operation(timeout, encode("barrier"))
         slots.start_round()
         slots.post_filled()
         slots.wait_and_check(self._others)
@@ -96,18 +96,19 @@ class ShmEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> None:
         """Reduces small tensors on every rank, and a part of larger tensors on each rank."""
-        call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
-        self._slots.start_operation("all_reduce", timeout, call)
-        self._reduce(tensor, reduction, needs_result=True)
+        call = encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype)
+        self._reduce(tensor, reduction, timeout, call, needs_result=True)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> None:
         """Reduces as all_reduce does, but only the root copies the result."""
-        call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
-        self._slots.start_operation("reduce", timeout, call)
-        self._reduce(tensor, reduction, needs_result=self.rank == root)
+        call = encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype)
+        self._reduce(tensor, reduction, timeout, call, needs_result=self.rank == root)
 
-    def _reduce(self, tensor: Tensor, reduction: Reduction, *, needs_result: bool) -> None:
+    def _reduce(
+        self, tensor: Tensor, reduction: Reduction, timeout: float, call: int, *, needs_result: bool
+    ) -> None:
         """Reduces the ranks' tensors, in pieces of a slot; writes the result to `tensor` if it is needed."""
+        self._slots.start_operation(timeout, call)
         prepare(reduction, tensor)
         slots, item = self._slots, tensor.element_size()
         whole = flat(tensor)
@@ -156,14 +157,12 @@ class ShmEngine(Engine):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
         """Gathers through every rank's slot, which all other ranks read."""
-        call = encode("all_gather", size=tensor.nbytes)
-        self._slots.start_operation("all_gather", timeout, call)
+        self._slots.start_operation(timeout, encode("all_gather", tensor.nbytes))
         self._gather("all_gather", outputs, tensor, max(output.nbytes for output in outputs), 0)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
         """Gathers as all_gather does, but only the root reads the slots."""
-        call = encode("gather", root=root, size=tensor.nbytes)
-        self._slots.start_operation("gather", timeout, call)
+        self._slots.start_operation(timeout, encode("gather", tensor.nbytes, root=root))
         self._gather("gather", outputs, tensor, tensor.nbytes, root)
 
     def _gather(
@@ -171,7 +170,7 @@ class ShmEngine(Engine):
     ) -> None:
         """Copies the ranks' tensors, of up to `max_bytes` bytes, to the outputs, if there are any."""
         slots, address = self._slots, tensor.data_ptr()
-        fingerprints = [encode(operation, root=root, size=output.nbytes) for output in outputs]
+        fingerprints = [encode(operation, output.nbytes, root=root) for output in outputs]
         if outputs:
             memmove(outputs[self.rank].data_ptr(), address, tensor.nbytes)
         for start, count in _pieces(max_bytes, SLOT_BYTES):
@@ -190,7 +189,7 @@ class ShmEngine(Engine):
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> None:
         """Scatters through all ranks' slots, which the root fills."""
         slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
-        slots.start_operation("scatter", timeout, encode("scatter", root=root, size=size))
+        slots.start_operation(timeout, encode("scatter", size, root=root))
         if self.rank == root:
             memmove(address, inputs[root].data_ptr(), size)
         for start, count in _pieces(size, SLOT_BYTES):
@@ -209,7 +208,7 @@ class ShmEngine(Engine):
     ) -> None:
         """Divides every slot into a part for each rank, which reduces its parts of all slots."""
         slots, dtype, item = self._slots, tensor.dtype, tensor.element_size()
-        slots.start_operation("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
+        slots.start_operation(timeout, encode_parts(reduction, inputs))
         whole = flat(tensor)
         capacity = self._part_bytes // item
         for start, max_count in _pieces(max(each.numel() for each in inputs), capacity):
@@ -233,7 +232,7 @@ class ShmEngine(Engine):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
         """Divides every slot into a table of sizes and a part for each rank."""
         slots, part = self._slots, self._part_bytes
-        slots.start_operation("all_to_all", timeout, encode("all_to_all"))
+        slots.start_operation(timeout, encode("all_to_all"))
         memmove(outputs[self.rank].data_ptr(), inputs[self.rank].data_ptr(), inputs[self.rank].nbytes)
         start, largest = 0, 1
         while start < largest:
@@ -251,8 +250,8 @@ class ShmEngine(Engine):
                 sizes = [table.tolist() for table in tables]
                 largest = max(map(max, sizes))
                 for rank in self._others:
-                    sent = encode("all_to_all", size=sizes[rank][self.rank])
-                    slots.check_fingerprint(rank, encode("all_to_all", size=outputs[rank].nbytes), sent)
+                    sent = encode("all_to_all", sizes[rank][self.rank])
+                    slots.check_fingerprint(rank, encode("all_to_all", outputs[rank].nbytes), sent)
             for rank in self._others:
                 address = slots.slot_address(rank) + self._size_table_bytes + self.rank * part
                 target = outputs[rank]

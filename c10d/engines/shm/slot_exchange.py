@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....errors import CollectiveTimeoutError
-from ..fingerprint import mismatch
+from ..fingerprint import mismatch, operation_of
 from .doorbells import LINE_WORDS
 from .layout import SLOT_BYTES
 from .peers import Peers
@@ -51,16 +51,14 @@ class SlotExchange:
         self._parity = 0
         self._round_done_by_all = 0  # as far as this rank has checked
         # The operation in flight:
-        self._operation = ""
         self._fingerprint = 0
         self._timeout = 0.0
         self._deadline = 0.0
         self._wait_target: tuple[Sequence[int], int, int] = ((), 0, 0)  # ranks, first doorbell, value
 
-    def start_operation(self, operation: str, timeout: float, fingerprint: int) -> None:
+    def start_operation(self, timeout: float, fingerprint: int) -> None:
         """Sets the operation that the following rounds belong to, with the fingerprint of this rank's call."""
         self._peers.check()
-        self._operation = operation
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._fingerprint = fingerprint
@@ -163,4 +161,6 @@ class SlotExchange:
         if lost is not None:
             raise lost
         if time.monotonic() > self._deadline:
-            raise CollectiveTimeoutError(self._operation, self._timeout, self._peers.describe(late))
+            raise CollectiveTimeoutError(
+                operation_of(self._fingerprint), self._timeout, self._peers.describe(late)
+            )
