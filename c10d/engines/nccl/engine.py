@@ -1,7 +1,15 @@
-"""The NCCL engine, which turns operations on CUDA tensors into requests to its runner."""
+"""The NCCL engine: creates communicators, launches operations, watches them, and ends them.
+
+Collectives use one communicator of all ranks, in the order of the calls, on a stream of the engine that waits for
+the caller's stream. Messages use a communicator of two ranks, a stream and a launching thread for each direction
+of each pair of ranks, so that sends and receives delay neither each other nor collectives, whatever their order. A
+watchdog thread polls operations in flight, and fails the group if one takes too long.
+"""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final, cast, final
 
@@ -10,14 +18,44 @@ from torch import Tensor
 from ....errors import UnsupportedOperationError
 from ..base import Engine, Setup
 from ..pending import PendingOperation
+from ..polling_thread import PollingThread
 from ..reductions import Reduction
+from ..serial_queue import SerialQueue
 from . import plans
-from .library import Library, load
+from .communicators import CommunicatorFactory, LocalCommunicators
+from .library import Library, load, translate_error
+from .operation import NcclOperation
 from .plans import GpuRank, Plan
-from .runner import NcclRequest, Runner
-from .streams import CudaGpus, Gpus
+from .streams import CudaGpus, Event, Gpus
 
 __all__ = ["NcclEngine"]
+
+Finish = Callable[[], None] | None
+Events = Sequence[tuple[int, Event]]
+"""GPUs, each with an event."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """An operation as it is to be launched.
+
+    name: of the operation, for error messages.
+    gpus: of this process that take part, in the order of their ranks.
+    plans: for each GPU a function that returns its plan.
+    tensors: that must live until the operation is done.
+    timeout: seconds that it may take.
+    route: of a message, the ranks that send and receive; None for collectives.
+    blocks_host: whether `wait` blocks until the operation is done, rather than making streams wait.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    plans: Sequence[Callable[[GpuRank], Plan]]
+    tensors: Sequence[object]
+    timeout: float
+    route: tuple[int, int] | None = None
+    blocks_host: bool = False
 
 
 @final
@@ -50,15 +88,26 @@ class NcclEngine(Engine):
     ) -> None:
         super().__init__(setup)
         self._gpus: Final = CudaGpus() if gpus is None else gpus
-        self._runner: Final = Runner(
-            setup,
-            load() if library is None else library,
-            self._gpus,
-            blocking_wait=blocking_wait,
-            interval=interval,
+        self._library: Final = load() if library is None else library
+        self._blocking_wait = blocking_wait
+        self._interval = interval
+        self._factory = CommunicatorFactory(
+            self._library, self._gpus, setup.store, self.raise_if_failed, insecure=setup.insecure
         )
+        self._watchdog = PollingThread(f"gradwire-nccl-{setup.group_name}", self._poll, interval)
         self._last_gpus: tuple[int, ...] | None = None
         self._collected = threading.local()  # requests of the `start` that runs on a thread
+        self._by_gpus: dict[tuple[int, ...], LocalCommunicators] = {}
+        """Communicators of collectives, by the GPUs of this process."""
+        self._by_route: dict[tuple[int, int], LocalCommunicators] = {}
+        """Communicators of messages, by the ranks that send and receive."""
+        self._launching = threading.Lock()
+        """Held while a collective is launched, so that those of several threads are launched one after another."""
+        self._lock = threading.Lock()
+        """Guards the following. Nothing that may block is called while it is held."""
+        self._in_flight: set[NcclOperation] = set()
+        self._communicators: list[LocalCommunicators] = []
+        self._queues: dict[tuple[int, int], SerialQueue] = {}
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by NCCL."""
@@ -124,7 +173,7 @@ class NcclEngine(Engine):
     def barrier(self, timeout: float) -> PendingOperation | None:
         """Reduces a number on the GPUs that were used last, or else the current one; `wait` blocks the caller."""
         gpus = self._last_gpus or (self._gpus.current(),)
-        request = NcclRequest(
+        request = _Request(
             name="barrier",
             gpus=gpus,
             plans=[plans.barrier] * len(gpus),
@@ -170,7 +219,7 @@ class NcclEngine(Engine):
         if len(set(gpus)) != len(gpus):
             raise ValueError(f"{name} takes one tensor on each GPU, but they are on the GPUs {gpus}")
         self._last_gpus = gpus
-        return self._submit(NcclRequest(name=name, gpus=gpus, plans=steps, tensors=kept, timeout=timeout))
+        return self._submit(_Request(name=name, gpus=gpus, plans=steps, tensors=kept, timeout=timeout))
 
     def start(
         self, steps: Sequence[Callable[[], PendingOperation | int | None]], finish: Callable[[], None] | None
@@ -178,32 +227,54 @@ class NcclEngine(Engine):
         """Starts the operations in one group of NCCL; `finish` runs on the engine's stream after them."""
         if len(steps) == 1 and finish is None:
             return cast("PendingOperation | None", steps[0]())
-        requests: list[NcclRequest] = []
+        requests: list[_Request] = []
         self._collected.requests = requests
         try:
             for step in steps:
                 step()
         finally:
             self._collected.requests = None
-        return self._runner.submit(requests, finish) if requests else None
+        return self._launch_together(requests, finish) if requests else None
 
     def drain(self) -> None:
         """Blocks until the GPUs have done all operations in flight."""
-        self._runner.drain()
+        with self._lock:
+            operations = list(self._in_flight)
+        for operation in operations:
+            operation.wait_until_done()
 
     def fail(self, error: Exception) -> None:
-        """Fails all operations in flight, then aborts the communicators."""
-        self._runner.fail(error)
+        """Fails all operations in flight, then aborts the communicators. Only the first error counts."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            super().fail(error)
+            operations, self._in_flight = self._in_flight, set()
+            communicators = list(self._communicators)
+        for operation in operations:
+            operation.fail(error)
+        with suppress(Exception), ExitStack() as group:  # what cannot be aborted ends with the process
+            if sum(len(each.ranks) for each in communicators) > 1:
+                self._library.groupStart()  # aborted one by one, they may wait for each other
+                group.callback(self._library.groupEnd)
+            for each in communicators:
+                each.abort()
 
     def close(self) -> None:
         """Ends the threads and releases the communicators."""
-        self._runner.close()
+        for queue in self._queues.values():
+            queue.close()
+        self._watchdog.close()
+        for each in self._communicators:
+            each.destroy()  # has no effect on those that were aborted
+
+    # Launching
 
     def _start_collective(
         self, name: str, tensors: Sequence[Tensor], timeout: float, plan: Callable[[GpuRank], Plan]
     ) -> PendingOperation | None:
         gpus = self._last_gpus = (self._gpus.index_of(tensors[0]),)
-        return self._submit(NcclRequest(name=name, gpus=gpus, plans=[plan], tensors=tensors, timeout=timeout))
+        return self._submit(_Request(name=name, gpus=gpus, plans=[plan], tensors=tensors, timeout=timeout))
 
     def _start_message(
         self, name: str, tensor: Tensor, route: tuple[int, int], timeout: float, plan: Callable[[GpuRank], Plan]
@@ -211,13 +282,174 @@ class NcclEngine(Engine):
         if route[0] == route[1]:
             raise UnsupportedOperationError(self.name, f"{name} to the rank itself", "copy the tensor")
         gpus = (self._gpus.index_of(tensor),)
-        request = NcclRequest(name=name, gpus=gpus, plans=[plan], tensors=[tensor], timeout=timeout, route=route)
+        request = _Request(name=name, gpus=gpus, plans=[plan], tensors=[tensor], timeout=timeout, route=route)
         return self._submit(request)
 
-    def _submit(self, request: NcclRequest) -> PendingOperation | None:
-        """Submits a request to the runner, or leaves it to the `start` that runs on this thread."""
-        requests: list[NcclRequest] | None = getattr(self._collected, "requests", None)
+    def _submit(self, request: _Request) -> PendingOperation | None:
+        """Launches a request, or leaves it to the `start` that runs on this thread."""
+        requests: list[_Request] | None = getattr(self._collected, "requests", None)
         if requests is None:
-            return self._runner.submit([request], None)
+            return self._launch_together([request], None)
         requests.append(request)
         return None
+
+    def _launch_together(self, requests: Sequence[_Request], finish: Finish) -> NcclOperation:
+        """Starts requests for the same GPUs as one operation.
+
+        Args:
+            requests: at least one; a message is the only one.
+            finish: runs after the requests, with the engine's streams as the current ones.
+        """
+        first = requests[0]
+        if self._gpus.is_capturing():
+            raise UnsupportedOperationError("nccl", f"capture {first.name} into a CUDA graph", "call it outside")
+        caller_streams = [(gpu, self._gpus.current_stream(gpu)) for gpu in first.gpus]
+        operation = NcclOperation(
+            first.name,
+            first.timeout,
+            self._gpus,
+            tensors=[tensor for request in requests for tensor in request.tensors],
+            caller_streams=caller_streams,
+            source=None if first.route is None else first.route[0],
+            blocks_host=first.blocks_host or self._blocking_wait,
+        )
+        with self._lock:
+            self.raise_if_failed()
+            self._in_flight.add(operation)
+        self._watchdog.start()
+        caller_events = [(gpu, stream.record_event()) for gpu, stream in caller_streams]
+
+        def launch() -> None:
+            with self._failing(operation):
+                communicators = self._communicators_for(first)
+                operation.set_launched(self._launch(communicators, requests, caller_events, finish))
+
+        if first.route is None:
+            with self._launching:
+                launch()
+        else:
+            with self._lock:
+                queue = self._queues.setdefault(first.route, SerialQueue(f"gradwire-nccl-{first.name}"))
+            queue.submit(launch, needs_thread=True)
+        return operation
+
+    def _communicators_for(self, request: _Request) -> LocalCommunicators:
+        """Returns those of all ranks that have the request's GPUs here, or of the two ranks of a message."""
+        if request.route is None:
+            if request.gpus not in self._by_gpus:
+                name = f"collectives/{len(self._by_gpus)}"
+                self._by_gpus[request.gpus] = self._create_communicators(name, range(self.size), request)
+            return self._by_gpus[request.gpus]
+        source, target = request.route
+        if request.route not in self._by_route:
+            name = f"messages/{source}/{target}"
+            self._by_route[request.route] = self._create_communicators(name, request.route, request)
+        communicators = self._by_route[request.route]
+        first_gpu = communicators.ranks[0].gpu
+        if first_gpu != request.gpus[0]:
+            raise UnsupportedOperationError(
+                "nccl",
+                f"{request.name} on cuda:{request.gpus[0]}",
+                f"messages from rank {source} to {target} must stay on cuda:{first_gpu}, which the first one used",
+            )
+        return communicators
+
+    def _create_communicators(self, name: str, processes: Sequence[int], request: _Request) -> LocalCommunicators:
+        index = processes.index(self.rank)
+        communicators = self._factory.create(name, processes, index, request.gpus, request.timeout)
+        with self._lock:
+            failure = self.failure
+            if failure is None:
+                self._communicators.append(communicators)
+                return communicators
+        communicators.abort()
+        raise failure
+
+    def _launch(
+        self,
+        communicators: LocalCommunicators,
+        requests: Sequence[_Request],
+        caller_events: Events,
+        finish: Finish,
+    ) -> Events:
+        """Enqueues requests on the engine's streams, which first wait for the callers' events.
+
+        Returns for each GPU the event after which the requests are done.
+        """
+        for rank, (_, event) in zip(communicators.ranks, caller_events, strict=True):
+            rank.stream.wait_event(event)
+        running = [
+            (rank, plan(rank))
+            for request in requests
+            for rank, plan in zip(communicators.ranks, request.plans, strict=True)
+        ]
+        while running:
+            running = self._advance(running, requests[0].name)
+        if finish is not None:
+            with ExitStack() as streams:
+                for rank in communicators.ranks:
+                    streams.enter_context(self._gpus.use(rank.stream))
+                finish()
+        return [(rank.gpu, rank.stream.record_event()) for rank in communicators.ranks]
+
+    def _advance(self, plans: Sequence[tuple[GpuRank, Plan]], name: str) -> list[tuple[GpuRank, Plan]]:
+        """Runs each plan to its next calls of NCCL, makes these calls, and returns the unfinished plans."""
+        running: list[tuple[GpuRank, Plan]] = []
+        calls: list[Callable[[], None]] = []
+        for rank, plan in plans:
+            with self._gpus.use(rank.stream):
+                yielded = next(plan, None)
+            if yielded is not None:
+                running.append((rank, plan))
+                calls += [partial(call, rank.communicator, rank.stream.cuda_stream) for call in yielded]
+        self._make_calls(name, calls)
+        return running
+
+    def _make_calls(self, name: str, calls: Sequence[Callable[[], None]]) -> None:
+        """Calls NCCL, in a group if there is more than one call."""
+        try:
+            with ExitStack() as group:
+                if len(calls) > 1:
+                    self._library.groupStart()
+                    group.callback(self._library.groupEnd)
+                for call in calls:
+                    call()
+        except Exception as error:
+            raise translate_error(name, error) from error
+
+    # Failures
+
+    @contextmanager
+    def _failing(self, operation: NcclOperation) -> Iterator[None]:
+        """Fails the group for an error in a `with` block that launches, as other ranks may have succeeded."""
+        try:
+            yield
+        except Exception as error:
+            first = self.failure or error  # an abort makes launches fail
+            operation.fail(first)
+            self.fail_group(first)
+            if first is error:
+                raise
+            raise first from None
+
+    def _poll(self) -> float | None:
+        """Polls for finished operations, errors and timeouts, on the watchdog's thread."""
+        with self._lock:
+            operations = list(self._in_flight)
+            communicators = list(self._communicators)
+        error: Exception | None = None
+        finished: set[NcclOperation] = set()
+        try:
+            finished.update(operation for operation in operations if operation.poll())
+            for each in communicators:
+                each.check()
+            timeouts = (operation.timeout_error() for operation in operations)
+            error = next((timeout for timeout in timeouts if timeout is not None), None)
+        except Exception as raised:
+            error = translate_error("an operation in flight", raised)
+        if error is not None:
+            self.fail_group(error)
+            return None
+        with self._lock:
+            self._in_flight -= finished
+            return self._interval if self._in_flight else None

@@ -86,7 +86,7 @@ def on_two_gpus(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def use_two_gpus() -> dict[str, Any]:
     rank = dist.get_rank()
-    library = dist.group.WORLD.engine("cpu")._runner._library
+    library = dist.group.WORLD.engine("cpu")._library
     results: dict[str, Any] = {}
     tensors = on_two_gpus([torch.full((2,), float(10 * rank + gpu)) for gpu in range(2)])
     c10d.all_reduce_multigpu(tensors)
