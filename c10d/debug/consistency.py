@@ -16,7 +16,7 @@ from ..engines.collective_call import CollectiveCall
 from ..torch_types import TorchStore
 from .call_site import find_call_site
 
-__all__ = ["ConsistencyCheck"]
+__all__ = ["ConsistencyCheck", "format_ranks"]
 
 MAX_CALL_CHARACTERS = 2000
 """Characters of the call of another rank that are shown."""
@@ -40,12 +40,9 @@ _EQUAL_INPUT_SHAPES = frozenset(
 
 @final
 class ConsistencyCheck:
-    """The check of one group on one of its ranks.
+    """The check of one group on one of its ranks, which alone uses its store.
 
-    Args:
-        store: shared by the ranks, and used by this check alone.
-        rank: this process's rank in the group.
-        global_ranks: the rank in the default group of each rank of this group; errors name ranks by it.
+    Errors name ranks by their ranks in the default group, `global_ranks`.
     """
 
     def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
@@ -68,12 +65,11 @@ class ConsistencyCheck:
         Args:
             call: of this rank.
             timeout_s: seconds to wait for the other ranks.
-            wait_for_all_ranks: the method of the group.
+            wait_for_all_ranks: GroupCore.wait_for_all_ranks, whose errors are raised.
 
         Raises:
             CollectiveMismatchError: the calls differ.
             CollectiveTimeoutError: ranks did not call a collective in time.
-            Exception: what `wait_for_all_ranks` raises when the group fails or a rank leaves.
         """
         self._number += 1
         own_call = {"call": _describe_call(call), "call_site": "{}:{}".format(*find_call_site())}
@@ -90,7 +86,7 @@ class ConsistencyCheck:
 
     def _timeout_error(self, call: CollectiveCall, timeout_s: float) -> CollectiveTimeoutError:
         missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
-        ranks = _format_ranks([self._global_ranks[rank] for rank in missing])
+        ranks = format_ranks([self._global_ranks[rank] for rank in missing])
         operation = f"{call.name} (collective {self._number} of the group)"
         return CollectiveTimeoutError(operation, timeout_s, f"{ranks} to call it")
 
@@ -112,13 +108,7 @@ def _describe_call(call: CollectiveCall) -> dict[str, Any]:
 
 
 def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
-    """Raises CollectiveMismatchError unless all ranks have made the same call.
-
-    Args:
-        number: of the collective in its group.
-        calls: by rank.
-        global_ranks: by rank.
-    """
+    """Raises CollectiveMismatchError unless all ranks have made the same call."""
     texts = [json.dumps(each["call"], sort_keys=True) for each in calls]
     common, count = Counter(texts).most_common(1)[0]
     if count == len(texts):
@@ -126,13 +116,14 @@ def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequenc
     same = [rank for rank, text in enumerate(texts) if text == common]
     odd = [rank for rank, text in enumerate(texts) if text != common]
     lines = [f"ranks do not agree on collective {number} of the group:"]
-    lines.append(f"  {_format_ranks([global_ranks[rank] for rank in same])}: {_format_call(calls[same[0]])}")
+    lines.append(f"  {format_ranks([global_ranks[rank] for rank in same])}: {_format_call(calls[same[0]])}")
     lines += [f"  rank {global_ranks[rank]}: {_format_call(calls[rank])}" for rank in odd]
     raise CollectiveMismatchError([global_ranks[rank] for rank in odd], "\n".join(lines))
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns `"rank 1"` or `"ranks 1, 2"`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _format_call(described: dict[str, Any]) -> str:

@@ -12,15 +12,14 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from ..engines.collective_call import CollectiveCall
 from ..engines.pending import PendingOperation, peek
 from .call_site import CallSite, find_call_site
 
-__all__ = ["FlightRecord", "FlightRecorder", "HasFlightRecord", "write_flight_records"]
+__all__ = ["FlightRecord", "FlightRecorder", "write_flight_records"]
 
 _FRAMES_IN_GRADWIRE = 4
 """Stack frames between `find_call_site` and the caller of a collective: `FlightRecorder.begin`, `GroupCore.start`,
@@ -37,19 +36,6 @@ class FlightRecord:
     peer: of a point-to-point operation; None for a collective.
     pending: the operation, while it is needed to ask whether it is done.
     """
-
-    __slots__ = (
-        "_began",
-        "_details",
-        "_ended",
-        "_error",
-        "_is_done",
-        "call_site",
-        "name",
-        "number",
-        "peer",
-        "pending",
-    )
 
     def __init__(self, number: int, call: CollectiveCall, call_site: CallSite) -> None:
         self.number = number
@@ -124,9 +110,6 @@ class FlightRecorder:
     """The last operations of one group on this rank. Any thread may use it.
 
     collectives: number of collectives called so far. One thread at a time calls the collectives of a group.
-
-    Args:
-        capacity: how many operations are kept.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -166,15 +149,8 @@ class FlightRecorder:
         return [record.as_json() for record in list(self._records)]
 
 
-class HasFlightRecord(Protocol):
-    """A group with a flight recorder."""
-
-    def flight_record(self) -> dict[str, Any]:
-        """Returns the group and its last operations, as JSON values."""
-
-
-def write_flight_records(groups: Iterable[HasFlightRecord], folder: Path) -> Path:
-    """Writes the flight records of these groups to a file of this process in `folder`.
+def write_flight_records(groups: list[dict[str, Any]], folder: Path) -> Path:
+    """Writes the flight records of groups, as JSON values, to a file of this process in `folder`.
 
     The file replaces what is at its path, also a symbolic link; only the user can read it.
 
@@ -188,7 +164,7 @@ def write_flight_records(groups: Iterable[HasFlightRecord], folder: Path) -> Pat
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "written": time.time(),
-        "groups": [group.flight_record() for group in groups],
+        "groups": groups,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"flight-{content['host']}-{content['pid']}.json"

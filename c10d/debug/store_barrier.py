@@ -5,6 +5,7 @@ from typing import final
 
 from ...errors import CollectiveTimeoutError
 from ..torch_types import TorchStore
+from .consistency import format_ranks
 
 __all__ = ["StoreBarrier"]
 
@@ -13,10 +14,7 @@ __all__ = ["StoreBarrier"]
 class StoreBarrier:
     """The store barriers of one group on one of its ranks. All ranks must call them in the same order.
 
-    Args:
-        store: of the group.
-        rank: this process's rank in the group.
-        global_ranks: the rank in the default group of each rank of this group; errors name ranks by it.
+    Errors name ranks by their ranks in the default group, `global_ranks`.
     """
 
     def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
@@ -37,12 +35,11 @@ class StoreBarrier:
 
         Args:
             timeout_s: seconds to wait for the other ranks.
-            wait_for_all_ranks: the method of the group.
+            wait_for_all_ranks: GroupCore.wait_for_all_ranks, whose errors are raised.
             wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording.
 
         Raises:
             CollectiveTimeoutError: some ranks did not call it in time; it names every one.
-            Exception: what `wait_for_all_ranks` raises when the group fails or a rank leaves.
         """
         self._number += 1
         keys = [_key(self._number, rank) for rank in range(len(self._global_ranks))]
@@ -63,19 +60,15 @@ class StoreBarrier:
         rank, first = self._global_ranks[self._rank], self._global_ranks[0]
         if self._rank:
             return (
-                f"{_format_ranks(missing)}. Rank {rank} successfully reached monitoredBarrier, but received "
+                f"{format_ranks(missing)}. Rank {rank} successfully reached monitoredBarrier, but received "
                 f"errors while waiting for send/recv from rank {first}"
             )
-        failed = _format_ranks(missing if wait_all_ranks else missing[:1]).capitalize()
+        failed = format_ranks(missing if wait_all_ranks else missing[:1]).capitalize()
         return (
-            f"{_format_ranks(missing)}. Rank {rank} timed out in monitoredBarrier after {limit}: "
+            f"{format_ranks(missing)}. Rank {rank} timed out in monitoredBarrier after {limit}: "
             f"{failed} failed to pass monitoredBarrier in {limit}"
         )
 
 
 def _key(number: int, rank: int) -> str:
     return f"monitored_barrier/{number}/{rank}"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -14,11 +14,8 @@ def why_unavailable(engine: str) -> str | None:
     Initializes nothing. Whether the ranks of a group can use the engine together is known only when the group is
     made.
 
-    Args:
-        engine: one of `gloo`, `mpi`, `nccl` and `shm`.
-
     Raises:
-        ValueError: no engine has this name.
+        ValueError: no engine of gradwire has this name.
     """
     checks = {"gloo": _check_gloo, "mpi": _check_mpi, "nccl": _check_nccl, "shm": _check_shm}
     if engine not in checks:

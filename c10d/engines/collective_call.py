@@ -83,21 +83,6 @@ class CollectiveCall:
     tag: of point-to-point operations.
     """
 
-    __slots__ = (
-        "device",
-        "inputs",
-        "name",
-        "options",
-        "outputs",
-        "peer",
-        "reduction",
-        "result",
-        "root",
-        "staging",
-        "steps",
-        "tag",
-    )
-
     def __init__(
         self,
         name: str,

@@ -56,11 +56,11 @@ def encode(
     """Returns the fingerprint of a call, a non-negative integer of at most 63 bits.
 
     Args:
-        operation: name of the operation, such as `"all_reduce"`.
+        operation: such as `"all_reduce"`.
         size: bytes that must be the same on all ranks; counted modulo 32 GiB.
         root: of operations that have one.
         reduction: of operations that reduce.
-        dtype: of the tensors, for operations that reduce; others move bytes.
+        dtype: of the tensors that are reduced; other operations move bytes.
     """
     code = _OPERATION_CODES[operation] | root << _ROOT_SHIFT | (size & (1 << _SIZE_BITS) - 1) << _SIZE_SHIFT
     if reduction is not None:
@@ -108,14 +108,9 @@ def reach_agreement(
 
 
 def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> CollectiveMismatchError:
-    """Returns the error for the call of another rank that is not what this rank expects.
+    """Returns the error for the call of the rank `other` that is not what this rank, `me`, expects.
 
-    Args:
-        other: the other rank, in the default group.
-        theirs: the fingerprint of its call.
-        me: this rank, in the default group.
-        own: the fingerprint of this rank's call.
-        expected: that of the other rank if the calls matched.
+    Both are ranks in the default group.
     """
     if operation_of(theirs) == operation_of(expected) == "all_to_all":
         sent, taken = theirs >> _SIZE_SHIFT, expected >> _SIZE_SHIFT

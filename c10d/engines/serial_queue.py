@@ -107,9 +107,6 @@ class SerialQueue:
 
     Owned by a process group or an engine, which closes it. Its thread runs only while there are tasks that no
     other thread waits for.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -124,13 +121,7 @@ class SerialQueue:
         """Held while a task of this queue accepts a callback or becomes done."""
 
     def submit(self, function: Callable[[], PendingOperation | int | None], *, needs_thread: bool) -> SerialTask:
-        """Adds a task.
-
-        Args:
-            function: does the work, or starts it and returns the operation; returns the rank that sent, if it is a
-                receive.
-            needs_thread: have the queue's thread run it. False if the caller is about to wait for the task.
-        """
+        """Adds a task, which returns what an engine's operation does; without a thread, the caller waits for it."""
         task = SerialTask(self, function)
         self._tasks.append(task)
         if needs_thread:

@@ -86,8 +86,7 @@ class FailureDetector:
 
     Args:
         store: shared by the ranks, and used by this failure detector alone.
-        rank: this process's rank in the group.
-        size: the number of ranks.
+        rank, size: of this process in the group.
         timeout_s: seconds within which all ranks must have connected.
         insecure: whether this rank allows connections to other hosts without credentials.
         identity: what this rank shows on its connections, and demands; None for connections without TLS.
@@ -160,8 +159,7 @@ class FailureDetector:
     def close(self, reason: str = LEFT) -> None:
         """Says goodbye and closes the connections. Further calls do nothing. The callbacks must not call it.
 
-        Args:
-            reason: LEFT or DROPPED, or a text that begins with LEFT.
+        The reason is LEFT or DROPPED, or a text that begins with LEFT.
         """
         self._at_exit.cancel()
         if not self._closing:
@@ -179,11 +177,7 @@ class FailureDetector:
             self._event_loop.run(self._say_goodbye(reason), MESSAGE_TIMEOUT_S)
 
     def announce_failure(self, reason: str) -> None:
-        """Tells the other ranks, without waiting, that the group has failed on this one.
-
-        Args:
-            reason: a text that begins with LEFT.
-        """
+        """Tells the other ranks, without waiting, why the group has failed here; the reason begins with LEFT."""
         self._event_loop.call_soon(partial(self._tell_others, Message("failed", self._rank, reason)))
 
     @classmethod
@@ -445,11 +439,10 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 4000 * KEEPALIVE_INTERVAL_S),  # milliseconds; for a message that is not acknowledged
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 4000 * KEEPALIVE_INTERVAL_S),  # milliseconds; for what is not acknowledged
     ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

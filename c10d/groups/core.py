@@ -291,7 +291,7 @@ class GroupCore:
             engine.fail(error)
         if self.options.dump_folder is not None and not isinstance(error, GroupAbortedError):
             try:
-                write_flight_records([self], Path(self.options.dump_folder))
+                write_flight_records([self.flight_record()], Path(self.options.dump_folder))
             except OSError as problem:  # must not hide the group's error
                 log.warning(
                     "the flight recorder of group %r could not be written to %s: %s",

@@ -23,7 +23,7 @@ def dump_flight_recorder(folder: Path | str) -> Path:
     Returns:
         The file's path.
     """
-    groups = [group for group in list(known_groups()) if isinstance(group, ProcessGroup)]
+    groups = [group.flight_record() for group in list(known_groups()) if isinstance(group, ProcessGroup)]
     return write_flight_records(groups, Path(folder))
 
 

@@ -301,14 +301,7 @@ class GlooEngine(Engine):
     # Failures
 
     def translate_error(self, error: RuntimeError, operation: str, timeout: float, start_time: float) -> Exception:
-        """Fails the group for an error of Gloo, and returns the error to raise.
-
-        Args:
-            error: that Gloo raised.
-            operation: name of the operation that failed.
-            timeout: of the operation, in seconds.
-            start_time: when the operation started, by time.monotonic.
-        """
+        """Fails the group for an error of Gloo, and returns the error to raise; see TranslateError."""
         if self.failure is not None:
             return self.failure
         text = _first_line(error)

@@ -20,14 +20,7 @@ SPIN_S = 0.0004
 
 
 class _GlooOperation:
-    """An operation in flight.
-
-    Args:
-        translate_error: returns the error to raise for an error of Gloo.
-        work: torch's Work for the operation.
-        operation: its name.
-        timeout: seconds that it may take.
-    """
+    """An operation in flight, which may take `timeout` seconds, and torch's Work for it."""
 
     def __init__(self, translate_error: TranslateError, work: TorchWork, operation: str, timeout: float) -> None:
         self._translate_error = translate_error

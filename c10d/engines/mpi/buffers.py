@@ -93,9 +93,6 @@ class BufferSpecs:
     """Describes tensors to mpi4py by its buffer specifications: lists of buffer, counts and datatype.
 
     Specifications do not keep tensors alive.
-
-    Args:
-        mpi: the module mpi4py.MPI.
     """
 
     def __init__(self, mpi: Any) -> None:

@@ -54,7 +54,7 @@ class MpiEngine(Engine):
         members = world.comm.Get_group().Incl(ranks)
         # The tag distinguishes groups that several threads create at the same time.
         self._comm = world.comm.Create_group(members, zlib.crc32(setup.group_name.encode()) % 2**15)
-        self._limits = MpiLimits(self._mpi, self._comm, self.name)
+        self._limits = MpiLimits(self._mpi, self._comm)
         members.Free()
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.

@@ -20,31 +20,23 @@ PIECE_BYTES = 2**30
 
 @final
 class MpiLimits:
-    """The limits of an MPI library.
+    """The limits of an MPI library, and of mpi4py."""
 
-    Args:
-        mpi: the module mpi4py.MPI.
-        comm: a communicator.
-        engine: name of the engine, for error messages.
-    """
-
-    def __init__(self, mpi: Any, comm: Any, engine: str) -> None:
+    def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
-        self._engine = engine
         self._max_tag: Final = comm.Get_attr(mpi.TAG_UB)
-        self.has_large_counts = min(mpi.VERSION, mpi.Get_version()[0]) >= 4  # of mpi4py and of the library
-        """Whether counts have 64 bits."""
+        self._has_large_counts = min(mpi.VERSION, mpi.Get_version()[0]) >= 4
 
     def is_too_large(self, count: int) -> bool:
         """Returns whether a count is too large for one call."""
-        return count > MAX_COUNT and not self.has_large_counts
+        return count > MAX_COUNT and not self._has_large_counts
 
     def check_count(self, operation: str, count: int) -> None:
         """Raises UnsupportedOperationError if a count is too large for one call."""
         if self.is_too_large(count):
             major, minor = self._mpi.Get_version()
             raise UnsupportedOperationError(
-                self._engine,
+                "mpi",
                 operation,
                 f"MPI {major}.{minor} counts to {MAX_COUNT} only, and this takes {count}: use smaller tensors, an "
                 "MPI 4.0 such as the mpich wheel, or another engine",
@@ -54,7 +46,7 @@ class MpiLimits:
         """Raises UnsupportedOperationError if MPI does not have a tag."""
         if not 0 <= tag <= self._max_tag:
             raise UnsupportedOperationError(
-                self._engine, operation, f"the tag is {tag}, but MPI has only tags from 0 to {self._max_tag}"
+                "mpi", operation, f"the tag is {tag}, but MPI has only tags from 0 to {self._max_tag}"
             )
 
 

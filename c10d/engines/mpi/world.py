@@ -72,8 +72,7 @@ class MpiWorld:
     Args:
         mpi: the module mpi4py.MPI.
         name: the same in all processes of the world.
-        address: host and port of the PMI server; empty if mpiexec made the world.
-        pmi_id: by which the PMI server knows this process.
+        address: host and port of the PMI server, which knows this process by `pmi_id`; empty with mpiexec.
     """
 
     _current: ClassVar["MpiWorld | None"] = None

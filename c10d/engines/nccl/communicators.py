@@ -17,7 +17,7 @@ from ....errors import CollectiveTimeoutError, ProcessGroupError
 from ....net.host_identity import HostIdentity
 from ....net.security import printable
 from ...rendezvous.hosts import insecure_problem
-from ...torch_types import TorchStore
+from ..base import Setup
 from .dtypes import NcclCapability
 from .library import Library, translate_error
 from .plans import GpuRank
@@ -34,11 +34,7 @@ _NEVER: Final = threading.Event()
 
 @final
 class LocalCommunicators:
-    """The ranks of one communicator that this process holds, each with its GPU.
-
-    Args:
-        ranks: in the order of their rank.
-    """
+    """The ranks of one communicator that this process holds, each with its GPU, in their order."""
 
     def __init__(self, ranks: Sequence[GpuRank]) -> None:
         self.ranks: Final = ranks
@@ -76,19 +72,16 @@ class CommunicatorFactory:
     Args:
         library: NCCL.
         gpus: of this process.
-        store: of the group's engine.
+        setup: of the engine.
         check: a method that raises the error that the engine has failed with, if any; its object is not kept
             alive.
-        insecure: whether this process allows connections to other hosts without credentials.
     """
 
-    def __init__(
-        self, library: Library, gpus: Gpus, store: TorchStore, check: Callable[[], None], *, insecure: bool = False
-    ) -> None:
+    def __init__(self, library: Library, gpus: Gpus, setup: Setup, check: Callable[[], None]) -> None:
         self._library = library
         self._gpus = gpus
-        self._store = store
-        self._insecure = insecure
+        self._store = setup.store
+        self._insecure = setup.insecure
         self._check_method = weakref.WeakMethod(check)
 
     def create(

@@ -91,9 +91,7 @@ class NcclEngine(Engine):
         self._library: Final = load() if library is None else library
         self._blocking_wait = blocking_wait
         self._interval = interval
-        self._factory = CommunicatorFactory(
-            self._library, self._gpus, setup.store, self.raise_if_failed, insecure=setup.insecure
-        )
+        self._factory = CommunicatorFactory(self._library, self._gpus, setup, self.raise_if_failed)
         self._watchdog = PollingThread(f"gradwire-nccl-{setup.group_name}", self._poll, interval)
         self._last_gpus: tuple[int, ...] | None = None
         self._collected = threading.local()  # requests of the `start` that runs on a thread
@@ -207,13 +205,10 @@ class NcclEngine(Engine):
 
         Args:
             name: of the operation.
-            tensors: one on each GPU that takes part.
+            tensors: one on each GPU that takes part; else ValueError is raised.
             kept: all tensors that the operation uses.
             steps: the plan for each GPU.
             timeout: seconds that the operation may take.
-
-        Raises:
-            ValueError: several tensors are on one GPU.
         """
         gpus = tuple(self._gpus.index_of(tensor) for tensor in tensors)
         if len(set(gpus)) != len(gpus):

@@ -28,7 +28,7 @@ class NcclOperation:
     was called on wait for it: otherwise torch's caching allocator would hand out their memory while NCCL uses it.
 
     Args:
-        name: of the operation, for error messages.
+        name: for error messages.
         timeout: seconds that it may take.
         gpus: of this process.
         tensors: that it uses.
@@ -66,12 +66,7 @@ class NcclOperation:
     # The interface of PendingOperation
 
     def wait(self, timeout: float | None) -> None:
-        """Makes the current streams wait for the operation; with a timeout, or if it blocks the host, blocks.
-
-        Raises:
-            TimeoutError: the operation is still in flight after `timeout` seconds.
-            Exception: the error that the operation failed with.
-        """
+        """Makes the current streams wait for the operation; with a timeout, or if it blocks the host, blocks."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._launched.wait(timeout):
             raise TimeoutError

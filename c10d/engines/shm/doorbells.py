@@ -92,14 +92,11 @@ class Doorbells:
     A doorbell is rung by one process, or by several that never use the same value. Sleeping threads see a change
     in the lower 32 bits of a counter only; a counter does not wrap around within one sleep.
 
-    Args:
-        words: the whole segment in words of 64 bits.
-        address: where the segment starts in this process.
+    words: the whole segment in words of 64 bits.
     """
 
     def __init__(self, words: memoryview, address: int) -> None:
         self.words: Final = words
-        """The whole segment in words of 64 bits."""
         self._address = address
         self._sleeping: dict[int, int] = {}  # thread id -> doorbell
 
@@ -123,10 +120,7 @@ class Doorbells:
     def wait_for(self, doorbell: int, value: int, check: Callable[[], None]) -> None:
         """Blocks until the counter is at least `value`.
 
-        Args:
-            doorbell: its index.
-            value: counter to wait for.
-            check: called at least every `MAX_SLEEP_S` seconds while nothing changes; raises to end the wait.
+        Calls `check` at least every `MAX_SLEEP_S` seconds while nothing changes, which raises to end the wait.
         """
         words, at = self.words, doorbell * LINE_WORDS
         while (seen := words[at]) < value:

@@ -41,21 +41,14 @@ POLL_INTERVAL_S = 0.005
 class PendingReceive:
     """A receive in flight, a PendingOperation (c10d/engines/pending.py).
 
-    The channels' lock guards its attributes.
-
-    Args:
-        channels: that the message arrives on.
-        tensor: to receive into; dropped when the receive is done.
-        from_rank: the rank that must send; None for any.
-        tag: of the message.
-        timeout: seconds that the receive may take.
+    The channels' lock guards its attributes. `from_rank` is None for any.
     """
 
     def __init__(
         self, channels: "P2PChannels", tensor: Tensor, from_rank: int | None, tag: int, timeout: float
     ) -> None:
         self._channels = channels
-        self.tensor: Tensor | None = tensor
+        self.tensor: Tensor | None = tensor  # until the receive is done
         self.from_rank: Final = from_rank
         self.tag: Final = tag
         self.timeout: Final = timeout
@@ -109,10 +102,7 @@ class _IncomingMessage:
 class P2PChannels:
     """Sends and receives over the channels of one rank. Used from any thread; sends to one peer follow each other.
 
-    Args:
-        segment: that the channels are in.
-        peers: the other ranks.
-        on_failure: called with the error of a receive that fails.
+    `on_failure` is called with the error of a receive that fails.
     """
 
     def __init__(self, segment: Segment, peers: Peers, on_failure: Callable[[Exception], None]) -> None:

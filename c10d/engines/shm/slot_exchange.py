@@ -107,15 +107,9 @@ class SlotExchange:
         self._wait_for(self._layout.filled_doorbell(0), ranks, self._round)
 
     def check_fingerprint(self, rank: int, expected: int, theirs: int | None = None) -> None:
-        """Checks the call of a rank that has filled its slot.
+        """Raises CollectiveMismatchError if a rank that has filled its slot has not the expected fingerprint.
 
-        Args:
-            rank: the rank.
-            expected: the fingerprint that it should have.
-            theirs: the one that it has; by default what it has posted.
-
-        Raises:
-            CollectiveMismatchError: they differ.
+        Its fingerprint is `theirs`, or else what it has posted.
         """
         if theirs is None:
             at = self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity
