@@ -1,22 +1,19 @@
-"""Encodes which collective a rank calls as one integer, by which ranks notice that they call different ones.
-
-Libraries such as Gloo and MPI take the sizes that this rank gives for those of the other ranks. If these differ,
-they write wrong numbers, read memory that nobody has written, wait for ever, or end the process. So engines on
-them have ranks reach an agreement before they send the data of a collective.
-"""
+"""Encodes which collective a rank calls as one integer, by which ranks notice that they call different ones."""
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Final
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from .base import Setup
+from .base import Engine
+from .pending import PendingOperation
 from .reductions import Reduction
 
-__all__ = ["encode", "encode_parts", "mismatch", "operation_of", "reach_agreement"]
+__all__ = ["AgreeingEngine", "encode", "encode_parts", "mismatch", "operation_of"]
 
 _OPERATIONS: Final = (
     "barrier",
@@ -75,36 +72,51 @@ def encode_parts(reduction: Reduction, parts: Sequence[Tensor]) -> int:
     return encode("reduce_scatter", sum(sizes), root=checksum, reduction=reduction, dtype=parts[0].dtype)
 
 
-def reach_agreement(
-    setup: Setup,
-    call: int | Sequence[int],
-    expected: Sequence[int] | None,
-    exchange: Callable[[Tensor, Tensor], None],
-) -> None:
-    """Waits until all ranks have called a collective, and compares the calls.
+class AgreeingEngine(Engine):
+    """An engine on a library that takes the sizes which this rank gives for those of the other ranks.
 
-    Args:
-        setup: of the engine.
-        call: fingerprint of this rank's call, or those for each of the ranks.
-        expected: the fingerprint that each rank must have for this one; if None, that of this rank's call.
-        exchange: sends element i of its second argument to rank i, and waits until the first has the elements of
-            all ranks for this one.
-
-    Raises:
-        CollectiveMismatchError: a rank has made another call.
+    If these differ, Gloo and MPI write wrong numbers, read memory that nobody has written, wait for ever, or end
+    the process. So the ranks compare their calls of a collective before they send its data.
     """
-    if setup.size == 1:
-        return
-    given = [call] * setup.size if isinstance(call, int) else list(call)
-    wanted = given if expected is None else list(expected)
-    sent = torch.tensor(given)
-    received = torch.empty_like(sent)
-    exchange(received, sent)
-    found = received.tolist()
-    if found != wanted:
-        rank = next(rank for rank in range(setup.size) if found[rank] != wanted[rank])
-        ranks = setup.global_ranks
-        raise mismatch(ranks[rank], found[rank], ranks[setup.rank], given[rank], wanted[rank])
+
+    posts_receives: ClassVar[bool] = True
+
+    def agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
+        """Waits until all ranks have called a collective, and compares the calls.
+
+        Args:
+            timeout: seconds that the other ranks may take.
+            call: fingerprint of this rank's call, or those for each of the ranks.
+            expected: the fingerprint that each rank must have for this one; if None, that of this rank's call.
+
+        Raises:
+            CollectiveMismatchError: a rank has made another call.
+        """
+        if self.size == 1:
+            return
+        given = [call] * self.size if isinstance(call, int) else list(call)
+        wanted = given if expected is None else list(expected)
+        sent = torch.tensor(given)
+        received = torch.empty_like(sent)
+        self.exchange_fingerprints(operation_of(given[0]), received, sent, timeout)
+        found = received.tolist()
+        if found != wanted:
+            rank = next(rank for rank in range(self.size) if found[rank] != wanted[rank])
+            ranks = self._setup.global_ranks
+            raise mismatch(ranks[rank], found[rank], ranks[self.rank], given[rank], wanted[rank])
+
+    @abstractmethod
+    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+        """Sends element i of `sent` to rank i, and waits until `received` has those of all ranks for this one."""
+
+    def barrier(self, timeout: float) -> PendingOperation | None:
+        """Waits until all ranks agree that this is a barrier."""
+        self.agree(timeout, encode("barrier"))
+        return None
+
+    def can_send(self, tensor: Tensor, peer: int) -> bool:  # noqa: ARG002
+        """Returns True: the library sends by itself."""
+        return True
 
 
 def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> CollectiveMismatchError:

@@ -121,7 +121,7 @@ class SerialQueue:
         """Held while a task of this queue accepts a callback or becomes done."""
 
     def submit(self, function: Callable[[], PendingOperation | int | None], *, needs_thread: bool) -> SerialTask:
-        """Adds a task, which returns what an engine's operation does; without a thread, the caller waits for it."""
+        """Adds a task, which returns what an engine's operation does. The caller waits if it needs no thread."""
         task = SerialTask(self, function)
         self._tasks.append(task)
         if needs_thread:

@@ -30,8 +30,8 @@ from ....torch_internals import AllgatherOptions
 from ...rendezvous.hosts import gather_consenting_hosts
 from ...stores.describe import store_host
 from ...stores.prefix import PrefixStore
-from ..base import Engine, Setup
-from ..fingerprint import encode, encode_parts, operation_of, reach_agreement
+from ..base import Setup
+from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..memory import as_bytes, flat, join_bytes, split_bytes
 from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ..reductions import Reduction, combine_all, finish, prepare, prepared
@@ -40,11 +40,6 @@ from .pending import GlooCollective, GlooMessage
 __all__ = ["GlooEngine"]
 
 log = logging.getLogger(__name__)
-
-_OPS: dict[str, Any] = {
-    name: getattr(dist.ReduceOp, name.upper())
-    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-}
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -59,7 +54,7 @@ CLOSING_TAG = 2**31 - 1
 
 
 @final
-class GlooEngine(Engine):
+class GlooEngine(AgreeingEngine):
     """Connects ranks by TCP, on the network interfaces of GLOO_SOCKET_IFNAME or the one that reaches the others.
 
     Raises:
@@ -68,7 +63,6 @@ class GlooEngine(Engine):
     """
 
     name: ClassVar[str] = "gloo"
-    posts_receives: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -84,7 +78,7 @@ class GlooEngine(Engine):
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by Gloo."""
-        self._agree(timeout, encode("broadcast", tensor.nbytes, root=root))
+        self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
         return self._broadcast(tensor, root, timeout, "broadcast")
 
     def _broadcast(self, tensor: Tensor, root: int, timeout: float, name: str) -> PendingOperation | None:
@@ -96,7 +90,7 @@ class GlooEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on every rank."""
-        self._agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
+        self.agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
@@ -110,7 +104,7 @@ class GlooEngine(Engine):
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on the root."""
-        self._agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
+        self.agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
@@ -128,7 +122,7 @@ class GlooEngine(Engine):
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
         expected = [encode("all_gather", output.nbytes) for output in outputs]
-        self._agree(timeout, expected[self.rank], expected)
+        self.agree(timeout, expected[self.rank], expected)
         if len(set(expected)) == 1:
             if not tensor.numel():
                 return None
@@ -140,7 +134,7 @@ class GlooEngine(Engine):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo."""
-        self._agree(timeout, encode("all_gather", tensor.nbytes))
+        self.agree(timeout, encode("all_gather", tensor.nbytes))
         return self._all_gather_single(output, tensor, timeout, "all_gather")
 
     def _all_gather_single(
@@ -156,7 +150,7 @@ class GlooEngine(Engine):
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers by Gloo; all tensors must have one size."""
-        self._agree(timeout, encode("gather", tensor.nbytes, root=root))
+        self.agree(timeout, encode("gather", tensor.nbytes, root=root))
         return self._gather(outputs, tensor, root, timeout, "gather")
 
     def _gather(
@@ -173,7 +167,7 @@ class GlooEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
         """Scatters by Gloo; all tensors must have one size."""
-        self._agree(timeout, encode("scatter", tensor.nbytes, root=root))
+        self.agree(timeout, encode("scatter", tensor.nbytes, root=root))
         if not tensor.numel():
             return None
         options = dist.ScatterOptions()
@@ -186,7 +180,7 @@ class GlooEngine(Engine):
     ) -> PendingOperation | None:
         """Exchanges the inputs by all_to_all and combines them on each rank."""
         # Gloo's own reduce_scatter is an all_reduce whose result is mostly discarded.
-        self._agree(timeout, encode_parts(reduction, inputs))
+        self.agree(timeout, encode_parts(reduction, inputs))
         parts = tensor.new_empty(self.size, tensor.numel())
         ready = [prepared(reduction, each) for each in inputs]
         pending = self._all_to_all(list(parts), ready, timeout, "reduce_scatter")
@@ -196,7 +190,7 @@ class GlooEngine(Engine):
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Exchanges the chunks by all_to_all and combines them on each rank."""
-        self._agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
+        self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         parts = tensor.new_empty(self.size, tensor.numel())
         pending = self._all_to_all_single(parts, prepared(reduction, whole), timeout, "reduce_scatter")
         return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
@@ -206,7 +200,7 @@ class GlooEngine(Engine):
     ) -> PendingOperation | None:
         """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
         sent = [encode("all_to_all", each.nbytes) for each in inputs]
-        self._agree(timeout, sent, [encode("all_to_all", each.nbytes) for each in outputs])
+        self.agree(timeout, sent, [encode("all_to_all", each.nbytes) for each in outputs])
         return self._all_to_all(outputs, inputs, timeout, "all_to_all")
 
     def _all_to_all(
@@ -221,7 +215,7 @@ class GlooEngine(Engine):
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges the chunks by Gloo."""
-        self._agree(timeout, encode("all_to_all", whole.nbytes // self.size))
+        self.agree(timeout, encode("all_to_all", whole.nbytes // self.size))
         return self._all_to_all_single(output, whole, timeout, "all_to_all")
 
     def _all_to_all_single(
@@ -232,19 +226,10 @@ class GlooEngine(Engine):
         options = dist.AllToAllOptions()
         return self._start("alltoall_base", name, timeout, options, _movable(output), _movable(whole), [], [])
 
-    def barrier(self, timeout: float) -> PendingOperation | None:
-        """Waits until all ranks agree that this is a barrier."""
-        self._agree(timeout, encode("barrier"))
-        return None
-
-    def _agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
-        """Waits until all ranks have called this collective; see reach_agreement for the fingerprints."""
-        name = operation_of(call if isinstance(call, int) else call[0])
-
-        def exchange(received: Tensor, sent: Tensor) -> None:
-            self._start("alltoall_base", name, timeout, dist.AllToAllOptions(), received, sent, [], []).wait(None)
-
-        reach_agreement(self._setup, call, expected, exchange)
+    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+        """Exchanges them by Gloo's all_to_all."""
+        options = dist.AllToAllOptions()
+        self._start("alltoall_base", operation, timeout, options, received, sent, [], []).wait(None)
 
     def _start(self, function: str, name: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
         """Calls a method of the C++ group for an operation, with the timeout put into its options."""
@@ -270,10 +255,6 @@ class GlooEngine(Engine):
         if peer == self.rank:  # Gloo would fail the group
             raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
         return self._point_to_point("send", tensor, (peer, tag), timeout)
-
-    def can_send(self, tensor: Tensor, peer: int) -> bool:  # noqa: ARG002
-        """Returns True: Gloo sends by itself."""
-        return True
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives by Gloo, from rank `peer` or from any rank if None; a rank cannot receive from itself."""
@@ -359,24 +340,19 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     options._timeout = timeout
     group = keep_in_children(gloo(store, setup.rank, setup.size, options))
     if is_local and len({host.user for host in hosts}) == 1:
-        _cut_off_other_users(own_listening_ports() - ports)
+        # Gloo's ports let in everybody who says a number. If another user has taken the place of a rank, the group
+        # fails with its first operation.
+        users = set(cut_off_other_users(own_listening_ports() - ports))
+        if users:
+            log.warning("users %s of this host have connected to a process group, and are cut off", sorted(users))
     return group
-
-
-def _cut_off_other_users(ports: set[int]) -> None:
-    """Ends the connections of other users at Gloo's ports, which lets in everybody who says a number.
-
-    If one of them has taken the place of a rank, the group fails with its first operation.
-    """
-    if users := cut_off_other_users(ports):
-        log.warning("users %s of this host have connected to a process group, and are cut off", sorted(set(users)))
 
 
 def _reduce_op(reduction: Reduction, tensor: Tensor) -> Any:
     """Returns the ReduceOp that Gloo runs for a reduction."""
     if reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype not in _FLOATS):
         return dist.ReduceOp.SUM
-    return _OPS[reduction.name]
+    return getattr(dist.ReduceOp, reduction.name.upper())
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ reduced in a wider dtype (bfloat16 in float32), as MPI libraries differ in how t
 know.
 
 Counts are limited to 2**31 - 1 before MPI 4.0, which MPICH implements and Open MPI does not. There, larger tensors
-are broadcast, reduced, sent and received in pieces, and other operations on them are refused (limits.py).
+are broadcast, reduced, sent and received in pieces, and other operations on them are refused.
 
 If a process of the MPI world dies, operations of the others fail as those of other engines do, but MPI itself
 cannot be used any more: groups that are created later are refused until the processes are started again.
@@ -18,23 +18,28 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ....errors import ProcessGroupError, RankLostError
+from ....errors import ProcessGroupError, RankLostError, UnsupportedOperationError
 from ...failure.messages import DIED
-from ..base import Engine, Setup
-from ..fingerprint import encode, encode_parts, operation_of, reach_agreement
+from ..base import Setup
+from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..memory import join_bytes, split_bytes
-from ..pending import PendingOperation
+from ..pending import CombinedOperation, PendingOperation
 from ..reductions import Reduction
 from .buffers import BufferSpecs, Reducible, share_memory
-from .limits import MpiLimits, start_in_pieces
 from .operation import MpiOperation
 from .world import MpiWorld
 
 __all__ = ["MpiEngine"]
 
+MAX_COUNT = 2**31 - 1
+"""Largest count of elements before MPI 4.0, whose counts have 64 bits."""
+
+PIECE_BYTES = 2**30
+"""Bytes of the pieces that larger tensors are divided into."""
+
 
 @final
-class MpiEngine(Engine):
+class MpiEngine(AgreeingEngine):
     """Connects ranks by MPI, through mpi4py.
 
     Raises:
@@ -43,7 +48,6 @@ class MpiEngine(Engine):
     """
 
     name: ClassVar[str] = "mpi"
-    posts_receives: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -54,80 +58,77 @@ class MpiEngine(Engine):
         members = world.comm.Get_group().Incl(ranks)
         # The tag distinguishes groups that several threads create at the same time.
         self._comm = world.comm.Create_group(members, zlib.crc32(setup.group_name.encode()) % 2**15)
-        self._limits = MpiLimits(self._mpi, self._comm)
+        self._max_tag = self._comm.Get_attr(self._mpi.TAG_UB)
+        self._has_large_counts = (
+            min(self._mpi.VERSION, self._mpi.Get_version()[0]) >= 4
+        )  # of mpi4py and the library
         members.Free()
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.
 
-    def _agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
-        """Waits until all ranks have called this collective; see reach_agreement for the fingerprints."""
-        name = operation_of(call if isinstance(call, int) else call[0])
-
-        def exchange(received: Tensor, sent: Tensor) -> None:
-            source, target = self._specs.raw(sent), self._specs.raw(received)
-            self._start(name, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
-
-        reach_agreement(self._setup, call, expected, exchange)
+    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+        """Exchanges them by MPI_Ialltoall."""
+        source, target = self._specs.raw(sent), self._specs.raw(received)
+        self._start(operation, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts bytes, by MPI_Ibcast."""
-        self._agree(timeout, encode("broadcast", tensor.nbytes, root=root))
-        return self._broadcast(tensor, root, timeout)
+        self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
 
-    def _broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
-        if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self._broadcast(piece, root, timeout))
-        return self._start("broadcast", timeout, self._comm.Ibcast, self._specs.raw(tensor), root, buffers=tensor)
+        def start(piece: Tensor) -> MpiOperation:
+            return self._start(
+                "broadcast", timeout, self._comm.Ibcast, self._specs.raw(piece), root, buffers=piece
+            )
+
+        return self._in_pieces(tensor, start)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Iallreduce."""
-        self._agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
-        return self._all_reduce(tensor, reduction, timeout)
+        self.agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
 
-    def _all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self._all_reduce(piece, reduction, timeout))
-        own = Reducible.of(tensor, reduction)
-        return self._start(
-            "all_reduce",
-            timeout,
-            self._comm.Iallreduce,
-            self._mpi.IN_PLACE,
-            self._specs.numbers(own),
-            self._specs.op(own, reduction),
-            buffers=own,
-            finish=lambda: own.write_result(tensor, reduction, self.size),
-        )
+        def start(piece: Tensor) -> MpiOperation:
+            own = Reducible.of(piece, reduction)
+            return self._start(
+                "all_reduce",
+                timeout,
+                self._comm.Iallreduce,
+                self._mpi.IN_PLACE,
+                self._specs.numbers(own),
+                self._specs.op(own, reduction),
+                buffers=own,
+                finish=lambda: own.write_result(piece, reduction, self.size),
+            )
+
+        return self._in_pieces(tensor, start)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce."""
-        self._agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
-        return self._reduce(tensor, root, reduction, timeout)
-
-    def _reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self._reduce(piece, root, reduction, timeout))
-        own = Reducible.of(tensor, reduction)
+        self.agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         is_root = self.rank == root
-        numbers = self._specs.numbers(own)
-        return self._start(
-            "reduce",
-            timeout,
-            self._comm.Ireduce,
-            self._mpi.IN_PLACE if is_root else numbers,
-            numbers if is_root else None,
-            self._specs.op(own, reduction),
-            root,
-            buffers=own,
-            finish=(lambda: own.write_result(tensor, reduction, self.size)) if is_root else None,
-        )
+
+        def start(piece: Tensor) -> MpiOperation:
+            own = Reducible.of(piece, reduction)
+            numbers = self._specs.numbers(own)
+            return self._start(
+                "reduce",
+                timeout,
+                self._comm.Ireduce,
+                self._mpi.IN_PLACE if is_root else numbers,
+                numbers if is_root else None,
+                self._specs.op(own, reduction),
+                root,
+                buffers=own,
+                finish=(lambda: own.write_result(piece, reduction, self.size)) if is_root else None,
+            )
+
+        return self._in_pieces(tensor, start)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers bytes, by MPI_Iallgather if the sizes are equal or else MPI_Iallgatherv, through one buffer."""
         sizes = [output.nbytes for output in outputs]
-        self._limits.check_count("all_gather", sum(sizes))
+        self._check_count("all_gather", sum(sizes))
         expected = [encode("all_gather", size) for size in sizes]
-        self._agree(timeout, expected[self.rank], expected)
+        self.agree(timeout, expected[self.rank], expected)
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         if len(set(sizes)) == 1:  # all ranks see the same sizes, so all choose the same function
             function, target = self._comm.Iallgather, self._specs.raw(whole)
@@ -145,8 +146,8 @@ class MpiEngine(Engine):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers bytes, by MPI_Iallgather."""
-        self._limits.check_count("all_gather", tensor.nbytes)
-        self._agree(timeout, encode("all_gather", tensor.nbytes))
+        self._check_count("all_gather", tensor.nbytes)
+        self.agree(timeout, encode("all_gather", tensor.nbytes))
         if share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
             tensor = tensor.clone()
         return self._start(
@@ -162,8 +163,8 @@ class MpiEngine(Engine):
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
-        self._limits.check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
-        self._agree(timeout, encode("gather", tensor.nbytes, root=root))
+        self._check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
+        self.agree(timeout, encode("gather", tensor.nbytes, root=root))
         source = self._specs.raw(tensor)
         if self.rank != root:
             return self._start("gather", timeout, self._comm.Igatherv, source, None, root, buffers=tensor)
@@ -184,8 +185,8 @@ class MpiEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
         """Scatters bytes, by MPI_Iscatterv, through one buffer on the root."""
-        self._limits.check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
-        self._agree(timeout, encode("scatter", tensor.nbytes, root=root))
+        self._check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
+        self.agree(timeout, encode("scatter", tensor.nbytes, root=root))
         source, whole = None, None
         if self.rank == root:
             whole = join_bytes(inputs)
@@ -198,8 +199,8 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce_scatter, from a concatenation of the inputs."""
         sizes = [each.numel() for each in inputs]
-        self._limits.check_count("reduce_scatter", sum(sizes))
-        self._agree(timeout, encode_parts(reduction, inputs))
+        self._check_count("reduce_scatter", sum(sizes))
+        self.agree(timeout, encode_parts(reduction, inputs))
         whole = torch.cat([each.view(-1) for each in inputs])
         return self._reduce_scatter(tensor, whole, sizes, reduction, timeout)
 
@@ -207,8 +208,8 @@ class MpiEngine(Engine):
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce_scatter."""
-        self._limits.check_count("reduce_scatter", whole.numel())
-        self._agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
+        self._check_count("reduce_scatter", whole.numel())
+        self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         if reduction.factor is not None or share_memory(whole, tensor):
             whole = whole.clone()
         return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
@@ -236,9 +237,9 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Exchanges bytes, by MPI_Ialltoallv, through one buffer for all inputs and one for all outputs."""
         sizes = [output.nbytes for output in outputs]
-        self._limits.check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
+        self._check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
         given = [encode("all_to_all", each.nbytes) for each in inputs]
-        self._agree(timeout, given, [encode("all_to_all", size) for size in sizes])
+        self.agree(timeout, given, [encode("all_to_all", size) for size in sizes])
         sent, received = join_bytes(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_to_all",
@@ -253,46 +254,36 @@ class MpiEngine(Engine):
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges bytes, by MPI_Ialltoall."""
         part = whole.nbytes // self.size
-        self._limits.check_count("all_to_all", part)
-        self._agree(timeout, encode("all_to_all", part))
+        self._check_count("all_to_all", part)
+        self.agree(timeout, encode("all_to_all", part))
         source, target = self._specs.raw(whole), self._specs.raw(output)
         return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
-
-    def barrier(self, timeout: float) -> PendingOperation | None:
-        """Waits until all ranks agree that this is a barrier."""
-        self._agree(timeout, encode("barrier"))
-        return None
 
     # Point-to-point messages
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
         """Sends bytes, by MPI_Isend."""
-        if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self.send(piece, peer, tag, timeout))
-        self._limits.check_tag("send", tag)
-        return self._start("send", timeout, self._comm.Isend, self._specs.raw(tensor), peer, tag, buffers=tensor)
+        self._check_tag("send", tag)
 
-    def can_send(self, tensor: Tensor, peer: int) -> bool:  # noqa: ARG002
-        """Returns True: MPI sends by itself."""
-        return True
+        def start(piece: Tensor) -> MpiOperation:
+            return self._start("send", timeout, self._comm.Isend, self._specs.raw(piece), peer, tag, buffers=piece)
+
+        return self._in_pieces(tensor, start)
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives bytes, by MPI_Irecv."""
         if peer is None:  # the pieces of several ranks would be mixed up
-            self._limits.check_count("recv from any rank", tensor.nbytes)
-        elif self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self.recv(piece, peer, tag, timeout))
-        self._limits.check_tag("recv", tag)
-        return self._start(
-            "recv",
-            timeout,
-            self._comm.Irecv,
-            self._specs.raw(tensor),
-            self._mpi.ANY_SOURCE if peer is None else peer,
-            tag,
-            buffers=tensor,
-            expected_bytes=tensor.nbytes,
-        )
+            self._check_count("recv from any rank", tensor.nbytes)
+        self._check_tag("recv", tag)
+        source = self._mpi.ANY_SOURCE if peer is None else peer
+
+        def start(piece: Tensor) -> MpiOperation:
+            target, size = self._specs.raw(piece), piece.nbytes
+            return self._start(
+                "recv", timeout, self._comm.Irecv, target, source, tag, buffers=piece, expected_bytes=size
+            )
+
+        return self._in_pieces(tensor, start)
 
     def _start(
         self,
@@ -320,6 +311,36 @@ class MpiEngine(Engine):
             finish=finish,
             expected_bytes=expected_bytes,
         )
+
+    # Limits of the library
+
+    def _is_too_large(self, count: int) -> bool:
+        return count > MAX_COUNT and not self._has_large_counts
+
+    def _in_pieces(self, tensor: Tensor, start: Callable[[Tensor], MpiOperation]) -> PendingOperation:
+        """Starts an operation for a tensor, or for pieces of one that is too large for one call."""
+        if not self._is_too_large(tensor.nbytes):
+            return start(tensor)
+        pieces = torch.split(tensor.view(-1), PIECE_BYTES // tensor.itemsize)
+        return CombinedOperation([start(piece) for piece in pieces])
+
+    def _check_count(self, operation: str, count: int) -> None:
+        """Raises UnsupportedOperationError if a count is too large for one call."""
+        if self._is_too_large(count):
+            major, minor = self._mpi.Get_version()
+            raise UnsupportedOperationError(
+                self.name,
+                operation,
+                f"MPI {major}.{minor} counts to {MAX_COUNT} only, and this takes {count}: use smaller tensors, an "
+                "MPI 4.0 such as the mpich wheel, or another engine",
+            )
+
+    def _check_tag(self, operation: str, tag: int) -> None:
+        """Raises UnsupportedOperationError if MPI does not have a tag."""
+        if not 0 <= tag <= self._max_tag:
+            raise UnsupportedOperationError(
+                self.name, operation, f"the tag is {tag}, but MPI has only tags from 0 to {self._max_tag}"
+            )
 
     # Failures
 

@@ -39,9 +39,6 @@ ONE_HOST = {"UCX_TLS": "self,sm", "FI_TCP_IFACE": "lo"}
 """Has MPICH's network libraries use shared memory only (UCX), or the loopback interface only (libfabric). By
 default they listen on all interfaces, even if all ranks are on one host, and let everybody connect."""
 
-LOCAL_SIZES = (("MPI_LOCALNRANKS", "PMI_SIZE"),)
-"""Variables in which mpiexec says how many processes it has started on this host, and how many in all."""
-
 MPIEXEC_WORLD = "mpiexec"
 """Name of the world that mpiexec makes; other worlds have random names."""
 
@@ -156,7 +153,8 @@ class MpiWorld:
     @classmethod
     def _of_mpiexec(cls, mpi: Any) -> Self:
         if not mpi.Is_initialized():
-            is_one_host = any(os.environ.get(local, "-") == os.environ.get(size) for local, size in LOCAL_SIZES)
+            # How many processes mpiexec has started on this host, and how many in all.
+            is_one_host = os.environ.get("MPI_LOCALNRANKS", "-") == os.environ.get("PMI_SIZE")
             with _environment(_for_one_host() if is_one_host else {}):
                 _initialize(mpi)
         elif mpi.COMM_WORLD.size == 1 and not under_mpiexec():
@@ -249,8 +247,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _unlink_shared_memory() -> None:
     """Unlinks MPICH's shared memory, so that the kernel frees it with the last process, however that ends."""
-    maps = Path("/proc/self/maps")
-    for line in maps.read_text().splitlines() if maps.exists() else []:
+    for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if path.startswith("/dev/shm/mpich_"):
             Path(path).unlink(missing_ok=True)

@@ -46,7 +46,7 @@ from tests.interpreters import Python
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
-from gradwire.c10d.engines.mpi import limits as mpi_limits
+from gradwire.c10d.engines.mpi import engine as mpi_engine
 from gradwire.c10d.engines.mpi import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
@@ -202,8 +202,8 @@ def test_tags_that_mpi_does_not_have_are_refused(group):
 
 def limit_counts() -> None:
     """Limits counts as an MPI before version 4 does, but to 1000."""
-    dist.group.WORLD.engine("cpu")._limits.has_large_counts = False
-    mpi_limits.MAX_COUNT, mpi_limits.PIECE_BYTES = 1000, 512
+    dist.group.WORLD.engine("cpu")._has_large_counts = False
+    mpi_engine.MAX_COUNT, mpi_engine.PIECE_BYTES = 1000, 512
 
 
 def exchange_in_pieces() -> list[bool]:
