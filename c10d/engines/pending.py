@@ -1,5 +1,6 @@
 """Operations in flight: the contract of those that engines return, and operations made of others."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -82,15 +83,10 @@ class CombinedOperation:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once, when the last part has finished."""
-        lock = threading.Lock()
-        remaining = len(self._parts)
+        finished = itertools.count(1)  # no two threads get the same number
 
         def on_part_done() -> None:
-            nonlocal remaining
-            with lock:
-                remaining -= 1
-                is_last = not remaining
-            if is_last:
+            if next(finished) == len(self._parts):
                 callback()
 
         for part in self._parts:

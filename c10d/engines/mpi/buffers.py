@@ -1,6 +1,5 @@
-"""Presents tensors to MPI: as bytes where they are only moved, and as numbers that MPI can reduce."""
+"""Presents tensors to MPI as numbers that it can reduce."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..memory import as_bytes, flat
 from ..reductions import Reduction, finish, prepare
 
-__all__ = ["BufferSpecs", "Reducible", "share_memory"]
+__all__ = ["Reducible", "share_memory"]
 
 _WIDER = {
     torch.float16: torch.float32,
@@ -79,6 +78,16 @@ class Reducible:
             return cls(as_bytes(tensor), None, is_bool=True)
         return cls(tensor, None, is_bool=False)
 
+    def spec(self, mpi: Any) -> list[Any]:
+        """Describes the numbers to mpi4py, in the module `mpi`; the description does not keep them alive."""
+        numbers = self.numbers
+        buffer = mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes)
+        return [buffer, getattr(mpi, _TYPES[numbers.dtype])]
+
+    def op(self, mpi: Any, reduction: Reduction) -> Any:
+        """Returns MPI's operator for a reduction of the numbers."""
+        return getattr(mpi, (_BOOL_OPS if self.is_bool else _OPS)[reduction.name])
+
     def write_result(self, tensor: Tensor, reduction: Reduction, ranks: int) -> None:
         """Writes the numbers, which MPI has reduced over `ranks` ranks, to the tensor that this was made of."""
         if self.wide is None:
@@ -86,36 +95,6 @@ class Reducible:
         else:
             finish(reduction, self.wide, ranks)
             tensor.view(-1).copy_(self.wide)
-
-
-@final
-class BufferSpecs:
-    """Describes tensors to mpi4py by its buffer specifications: lists of buffer, counts and datatype.
-
-    Specifications do not keep tensors alive.
-    """
-
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
-        self._types = {dtype: getattr(mpi, name) for dtype, name in _TYPES.items()}
-
-    def raw(self, tensor: Tensor) -> list[Any]:
-        """Describes the bytes of a tensor."""
-        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE]
-
-    def parts(self, whole: Tensor, sizes: Sequence[int]) -> list[Any]:
-        """Describes the bytes of a tensor in consecutive parts of these sizes in bytes."""
-        buffer, datatype = self.raw(whole)
-        return [buffer, sizes, datatype]
-
-    def numbers(self, reducible: Reducible) -> list[Any]:
-        """Describes numbers with their MPI datatype."""
-        numbers = reducible.numbers
-        return [self._mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes), self._types[numbers.dtype]]
-
-    def op(self, reducible: Reducible, reduction: Reduction) -> Any:
-        """Returns MPI's operator for a reduction of these numbers."""
-        return getattr(self._mpi, (_BOOL_OPS if reducible.is_bool else _OPS)[reduction.name])
 
 
 def share_memory(first: Tensor, second: Tensor) -> bool:

@@ -25,7 +25,7 @@ from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..memory import join_bytes, split_bytes
 from ..pending import CombinedOperation, PendingOperation
 from ..reductions import Reduction
-from .buffers import BufferSpecs, Reducible, share_memory
+from .buffers import Reducible, share_memory
 from .operation import MpiOperation
 from .world import MpiWorld
 
@@ -54,21 +54,19 @@ class MpiEngine(AgreeingEngine):
         world, ranks = MpiWorld.join(setup)
         self._mpi = world.mpi
         self._world = world
-        self._specs = BufferSpecs(self._mpi)
         members = world.comm.Get_group().Incl(ranks)
         # The tag distinguishes groups that several threads create at the same time.
         self._comm = world.comm.Create_group(members, zlib.crc32(setup.group_name.encode()) % 2**15)
         self._max_tag = self._comm.Get_attr(self._mpi.TAG_UB)
-        self._has_large_counts = (
-            min(self._mpi.VERSION, self._mpi.Get_version()[0]) >= 4
-        )  # of mpi4py and the library
+        versions = self._mpi.VERSION, self._mpi.Get_version()[0]  # of mpi4py and of the library
+        self._has_large_counts = min(versions) >= 4
         members.Free()
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.
 
     def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
         """Exchanges them by MPI_Ialltoall."""
-        source, target = self._specs.raw(sent), self._specs.raw(received)
+        source, target = self._raw(sent), self._raw(received)
         self._start(operation, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
@@ -76,9 +74,7 @@ class MpiEngine(AgreeingEngine):
         self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
 
         def start(piece: Tensor) -> MpiOperation:
-            return self._start(
-                "broadcast", timeout, self._comm.Ibcast, self._specs.raw(piece), root, buffers=piece
-            )
+            return self._start("broadcast", timeout, self._comm.Ibcast, self._raw(piece), root, buffers=piece)
 
         return self._in_pieces(tensor, start)
 
@@ -93,8 +89,8 @@ class MpiEngine(AgreeingEngine):
                 timeout,
                 self._comm.Iallreduce,
                 self._mpi.IN_PLACE,
-                self._specs.numbers(own),
-                self._specs.op(own, reduction),
+                own.spec(self._mpi),
+                own.op(self._mpi, reduction),
                 buffers=own,
                 finish=lambda: own.write_result(piece, reduction, self.size),
             )
@@ -108,14 +104,14 @@ class MpiEngine(AgreeingEngine):
 
         def start(piece: Tensor) -> MpiOperation:
             own = Reducible.of(piece, reduction)
-            numbers = self._specs.numbers(own)
+            numbers = own.spec(self._mpi)
             return self._start(
                 "reduce",
                 timeout,
                 self._comm.Ireduce,
                 self._mpi.IN_PLACE if is_root else numbers,
                 numbers if is_root else None,
-                self._specs.op(own, reduction),
+                own.op(self._mpi, reduction),
                 root,
                 buffers=own,
                 finish=(lambda: own.write_result(piece, reduction, self.size)) if is_root else None,
@@ -131,14 +127,14 @@ class MpiEngine(AgreeingEngine):
         self.agree(timeout, expected[self.rank], expected)
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         if len(set(sizes)) == 1:  # all ranks see the same sizes, so all choose the same function
-            function, target = self._comm.Iallgather, self._specs.raw(whole)
+            function, target = self._comm.Iallgather, self._raw(whole)
         else:
-            function, target = self._comm.Iallgatherv, self._specs.parts(whole, sizes)
+            function, target = self._comm.Iallgatherv, self._parts(whole, sizes)
         return self._start(
             "all_gather",
             timeout,
             function,
-            self._specs.raw(tensor),
+            self._raw(tensor),
             target,
             buffers=(tensor, whole),
             finish=lambda: split_bytes(whole, outputs),
@@ -154,8 +150,8 @@ class MpiEngine(AgreeingEngine):
             "all_gather",
             timeout,
             self._comm.Iallgather,
-            self._specs.raw(tensor),
-            self._specs.raw(output),
+            self._raw(tensor),
+            self._raw(output),
             buffers=(tensor, output),
         )
 
@@ -165,17 +161,14 @@ class MpiEngine(AgreeingEngine):
         """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
         self._check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
         self.agree(timeout, encode("gather", tensor.nbytes, root=root))
-        source = self._specs.raw(tensor)
-        if self.rank != root:
-            return self._start("gather", timeout, self._comm.Igatherv, source, None, root, buffers=tensor)
         sizes = [output.nbytes for output in outputs]
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "gather",
             timeout,
             self._comm.Igatherv,
-            source,
-            self._specs.parts(whole, sizes),
+            self._raw(tensor),
+            self._parts(whole, sizes) if outputs else None,
             root,
             buffers=(tensor, whole),
             finish=lambda: split_bytes(whole, outputs),
@@ -190,8 +183,8 @@ class MpiEngine(AgreeingEngine):
         source, whole = None, None
         if self.rank == root:
             whole = join_bytes(inputs)
-            source = self._specs.parts(whole, [each.nbytes for each in inputs])
-        target = self._specs.raw(tensor)
+            source = self._parts(whole, [each.nbytes for each in inputs])
+        target = self._raw(tensor)
         return self._start("scatter", timeout, self._comm.Iscatterv, source, target, root, buffers=(tensor, whole))
 
     def reduce_scatter(
@@ -224,10 +217,10 @@ class MpiEngine(AgreeingEngine):
             "reduce_scatter",
             timeout,
             self._comm.Ireduce_scatter,
-            self._specs.numbers(own),
-            self._specs.numbers(result),
+            own.spec(self._mpi),
+            result.spec(self._mpi),
             list(sizes),
-            self._specs.op(own, reduction),
+            own.op(self._mpi, reduction),
             buffers=(own, result),
             finish=lambda: result.write_result(tensor, reduction, self.size),
         )
@@ -245,8 +238,8 @@ class MpiEngine(AgreeingEngine):
             "all_to_all",
             timeout,
             self._comm.Ialltoallv,
-            self._specs.parts(sent, [each.nbytes for each in inputs]),
-            self._specs.parts(received, sizes),
+            self._parts(sent, [each.nbytes for each in inputs]),
+            self._parts(received, sizes),
             buffers=(sent, received),
             finish=lambda: split_bytes(received, outputs),
         )
@@ -256,7 +249,7 @@ class MpiEngine(AgreeingEngine):
         part = whole.nbytes // self.size
         self._check_count("all_to_all", part)
         self.agree(timeout, encode("all_to_all", part))
-        source, target = self._specs.raw(whole), self._specs.raw(output)
+        source, target = self._raw(whole), self._raw(output)
         return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
 
     # Point-to-point messages
@@ -266,7 +259,7 @@ class MpiEngine(AgreeingEngine):
         self._check_tag("send", tag)
 
         def start(piece: Tensor) -> MpiOperation:
-            return self._start("send", timeout, self._comm.Isend, self._specs.raw(piece), peer, tag, buffers=piece)
+            return self._start("send", timeout, self._comm.Isend, self._raw(piece), peer, tag, buffers=piece)
 
         return self._in_pieces(tensor, start)
 
@@ -278,7 +271,7 @@ class MpiEngine(AgreeingEngine):
         source = self._mpi.ANY_SOURCE if peer is None else peer
 
         def start(piece: Tensor) -> MpiOperation:
-            target, size = self._specs.raw(piece), piece.nbytes
+            target, size = self._raw(piece), piece.nbytes
             return self._start(
                 "recv", timeout, self._comm.Irecv, target, source, tag, buffers=piece, expected_bytes=size
             )
@@ -311,6 +304,17 @@ class MpiEngine(AgreeingEngine):
             finish=finish,
             expected_bytes=expected_bytes,
         )
+
+    # Buffer specifications of mpi4py, which do not keep tensors alive
+
+    def _raw(self, tensor: Tensor) -> list[Any]:
+        """Describes the bytes of a tensor."""
+        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE]
+
+    def _parts(self, whole: Tensor, sizes: Sequence[int]) -> list[Any]:
+        """Describes the bytes of a tensor in consecutive parts of these sizes in bytes."""
+        buffer, datatype = self._raw(whole)
+        return [buffer, sizes, datatype]
 
     # Limits of the library
 

@@ -72,7 +72,7 @@ class MpiProgress:
         if not without_waiter:
             return None
         test_start = time.perf_counter()
-        if [each for each in without_waiter if each.test()]:
+        if [each for each in without_waiter if each.done()]:
             self._pause = _PollingPause()
         self._pause.pause(test_start)
         return 0.0
@@ -133,7 +133,7 @@ class MpiOperation:
         try:
             while True:
                 test_start = time.perf_counter()
-                if self.test():
+                if self.done():
                     break
                 if deadline is not None and test_start > deadline:
                     raise TimeoutError
@@ -143,10 +143,6 @@ class MpiOperation:
             self.waiters -= 1
         if self._error is not None:
             raise self._error
-
-    def done(self) -> bool:
-        """Returns whether the operation has finished, successfully or not."""
-        return self.test()
 
     def source(self) -> int:
         """Returns the rank that sent the message."""
@@ -161,7 +157,7 @@ class MpiOperation:
                 return
         callback()
 
-    def test(self) -> bool:
+    def done(self) -> bool:
         """Tests the operation, unless another thread does so at the moment, and returns whether it is done."""
         if self._is_done or not self._testing.acquire(blocking=False):
             return self._is_done

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, cast, final
+from typing import ClassVar, Concatenate, Final, ParamSpec, cast, final
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from .streams import CudaGpus, Event, Gpus
 
 __all__ = ["NcclEngine"]
 
+P = ParamSpec("P")
 Finish = Callable[[], None] | None
 Events = Sequence[tuple[int, Event]]
 """GPUs, each with an event."""
@@ -64,8 +65,7 @@ class NcclEngine(Engine):
 
     Args:
         setup: see engines/base.py.
-        library: NCCL, or a replacement for tests.
-        gpus: of this process, or a replacement for tests.
+        library, gpus: replacements for tests.
         blocking_wait: whether `wait` blocks until the operation is done, as with torch's TORCH_NCCL_BLOCKING_WAIT.
         interval: seconds between polls of the watchdog.
 
@@ -109,64 +109,55 @@ class NcclEngine(Engine):
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by NCCL."""
-        return self._start_collective(
-            "broadcast", [tensor], timeout, partial(plans.broadcast, tensor=tensor, root=root)
-        )
+        return self._collective("broadcast", [tensor], timeout, plans.broadcast, tensor, root)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by NCCL, or else gathers by NCCL and combines by torch on every rank."""
-        plan = partial(plans.all_reduce, tensor=tensor, reduction=reduction)
-        return self._start_collective("all_reduce", [tensor], timeout, plan)
+        return self._collective("all_reduce", [tensor], timeout, plans.all_reduce, tensor, reduction)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by NCCL, or else gathers by NCCL and combines by torch on the root."""
-        plan = partial(plans.reduce, tensor=tensor, root=root, reduction=reduction)
-        return self._start_collective("reduce", [tensor], timeout, plan)
+        return self._collective("reduce", [tensor], timeout, plans.reduce, tensor, root, reduction)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by one call if the sizes are equal, or else by broadcasts in one group."""
-        plan = partial(plans.all_gather, outputs=outputs, tensor=tensor)
-        return self._start_collective("all_gather", [tensor, *outputs], timeout, plan)
+        return self._collective("all_gather", [tensor, *outputs], timeout, plans.all_gather, outputs, tensor)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by NCCL."""
-        plan = partial(plans.all_gather_single, output=output, tensor=tensor)
-        return self._start_collective("all_gather", [tensor, output], timeout, plan)
+        return self._collective("all_gather", [tensor, output], timeout, plans.all_gather_single, output, tensor)
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers by sends and receives in one group."""
-        plan = partial(plans.gather, outputs=outputs, tensor=tensor, root=root)
-        return self._start_collective("gather", [tensor, *outputs], timeout, plan)
+        return self._collective("gather", [tensor, *outputs], timeout, plans.gather, outputs, tensor, root)
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
         """Scatters by sends and receives in one group."""
-        plan = partial(plans.scatter, tensor=tensor, inputs=inputs, root=root)
-        return self._start_collective("scatter", [tensor, *inputs], timeout, plan)
+        return self._collective("scatter", [tensor, *inputs], timeout, plans.scatter, tensor, inputs, root)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces by one call if the sizes are equal, or else by reductions in one group."""
-        plan = partial(plans.reduce_scatter, tensor=tensor, inputs=inputs, reduction=reduction)
-        return self._start_collective("reduce_scatter", [tensor, *inputs], timeout, plan)
+        kept, plan = [tensor, *inputs], plans.reduce_scatter
+        return self._collective("reduce_scatter", kept, timeout, plan, tensor, inputs, reduction)
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces by NCCL, or else exchanges the chunks by NCCL and combines them by torch."""
-        plan = partial(plans.reduce_scatter_single, tensor=tensor, whole=whole, reduction=reduction)
-        return self._start_collective("reduce_scatter", [tensor, whole], timeout, plan)
+        kept, plan = [tensor, whole], plans.reduce_scatter_single
+        return self._collective("reduce_scatter", kept, timeout, plan, tensor, whole, reduction)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
         """Exchanges the tensors by sends and receives in one group."""
-        plan = partial(plans.all_to_all, outputs=outputs, inputs=inputs)
-        return self._start_collective("all_to_all", [*inputs, *outputs], timeout, plan)
+        return self._collective("all_to_all", [*inputs, *outputs], timeout, plans.all_to_all, outputs, inputs)
 
     def barrier(self, timeout: float) -> PendingOperation | None:
         """Reduces a number on the GPUs that were used last, or else the current one; `wait` blocks the caller."""
@@ -265,11 +256,19 @@ class NcclEngine(Engine):
 
     # Launching
 
-    def _start_collective(
-        self, name: str, tensors: Sequence[Tensor], timeout: float, plan: Callable[[GpuRank], Plan]
+    def _collective(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        timeout: float,
+        plan: Callable[Concatenate[GpuRank, P], Plan],
+        *arguments: P.args,
+        **options: P.kwargs,
     ) -> PendingOperation | None:
+        """Launches the plan with these arguments on the GPU of the first of all its tensors."""
         gpus = self._last_gpus = (self._gpus.index_of(tensors[0]),)
-        return self._submit(_Request(name=name, gpus=gpus, plans=[plan], tensors=tensors, timeout=timeout))
+        steps = [lambda me: plan(me, *arguments, **options)]
+        return self._submit(_Request(name=name, gpus=gpus, plans=steps, tensors=tensors, timeout=timeout))
 
     def _start_message(
         self, name: str, tensor: Tensor, route: tuple[int, int], timeout: float, plan: Callable[[GpuRank], Plan]

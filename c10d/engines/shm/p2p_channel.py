@@ -311,7 +311,7 @@ class P2PChannels:
         message.tensor = None
         sender, me = self._peers.describe([message.source]), self._peers.describe([self._rank])
         error = CollectiveMismatchError(
-            [self._peers.global_rank(message.source)],
+            [self._peers.global_ranks[message.source]],
             f"{sender} sent {message.size} bytes with tag {message.tag}, but {me} receives "
             f"{receive.tensor.nbytes} bytes",
         )

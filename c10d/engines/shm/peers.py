@@ -29,7 +29,7 @@ class Peers:
         self._layout = segment.layout
         self._segment = segment
         self._doorbells = segment.doorbells
-        self._global_ranks = setup.global_ranks
+        self.global_ranks: Final = setup.global_ranks
         self._failure: Exception | None = None
 
     def leave(self, error: Exception) -> None:
@@ -59,25 +59,21 @@ class Peers:
             return dead
         # Another rank's failure detector may report a killed process before its end can be seen from here.
         lost_rank = self._doorbells.value(self._layout.left_doorbell(left[0])) - _LEFT_AFTER_LOSS
-        if lost_rank >= 0 and lost_rank != self._global_ranks[self.rank]:
+        if lost_rank >= 0 and lost_rank != self.global_ranks[self.rank]:
             return RankLostError(lost_rank, self._leave_reason(left[0]))
-        return RankLostError(self._global_ranks[left[0]], f"it left the group: {self._leave_reason(left[0])}")
+        return RankLostError(self.global_ranks[left[0]], f"it left the group: {self._leave_reason(left[0])}")
 
     def find_dead(self, ranks: Sequence[int]) -> RankLostError | None:
         """Returns an error for one of these ranks whose process ended without leaving; None if there is none."""
         for rank in ranks:
             process = self._processes[rank]
             if not process.is_alive() and not self._has_left(rank):
-                return RankLostError(self._global_ranks[rank], f"its process, {process.pid}, has ended")
+                return RankLostError(self.global_ranks[rank], f"its process, {process.pid}, has ended")
         return None
-
-    def global_rank(self, rank: int) -> int:
-        """Returns the rank in the default group of a rank of this group."""
-        return self._global_ranks[rank]
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Names ranks in error messages by their global ranks, as in `"rank 1, 2"`."""
-        return "rank " + ", ".join(str(self._global_ranks[rank]) for rank in ranks)
+        return "rank " + ", ".join(str(self.global_ranks[rank]) for rank in ranks)
 
     def _has_left(self, rank: int) -> bool:
         return self._doorbells.value(self._layout.left_doorbell(rank)) != 0

@@ -115,10 +115,8 @@ class SlotExchange:
             at = self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity
             theirs = self._words[at]
         if theirs != expected:
-            peers = self._peers
-            raise mismatch(
-                peers.global_rank(rank), theirs, peers.global_rank(self._rank), self._fingerprint, expected
-            )
+            ranks = self._peers.global_ranks
+            raise mismatch(ranks[rank], theirs, ranks[self._rank], self._fingerprint, expected)
 
     def post_reduced(self) -> None:
         """Tells the other ranks that this rank has reduced its part of the slots."""
