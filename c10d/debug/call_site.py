@@ -2,9 +2,9 @@
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -42,26 +42,22 @@ def find_call_site(skip: int = 0) -> CallSite:
     return file, line
 
 
-class _Thread(threading.local):
-    call_site: CallSite | None = None
-
-
-_thread = _Thread()
+_call_site: ContextVar[CallSite | None] = ContextVar("call_site", default=None)
 
 
 @contextmanager
 def called_at(call_site: CallSite) -> Iterator[None]:
     """Context manager in which the calling thread does what another thread was called for in some line."""
-    _thread.call_site = call_site
+    token = _call_site.set(call_site)
     try:
         yield
     finally:
-        _thread.call_site = None
+        _call_site.reset(token)
 
 
 def find_call_site_of_thread() -> CallSite:
     """Returns the line that `called_at` names, else what `find_call_site` returns."""
-    return _thread.call_site or find_call_site(1)
+    return _call_site.get() or find_call_site(1)
 
 
 @cache  # asked several times for each operation

@@ -169,7 +169,7 @@ class FailureDetector:
         for thread in self._threads:
             thread.join()
         # asyncio keeps this object alive for a while; the group that the callbacks refer to is released now.
-        self._on_lost = self._on_left = _ignore
+        self._on_lost = self._on_left = lambda *_: None
 
     def _leave(self, reason: str = LEFT) -> None:
         self._closing = True
@@ -382,10 +382,6 @@ class FailureDetector:
 
 class _RefusedError(ValueError):
     """Rank 0 refuses a process that has shown a certificate of the job's CA or the token, and tells it why."""
-
-
-def _ignore(rank: int, reason: str) -> None:
-    """Replaces the callbacks of a closed failure detector."""
 
 
 at_fork(in_child=FailureDetector.close_in_child)

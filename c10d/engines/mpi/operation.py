@@ -86,8 +86,7 @@ class MpiOperation:
         engine: that has started it.
         progress: tests it while no thread waits for it.
         request: the mpi4py Request.
-        name: of the operation, for error messages.
-        timeout: seconds that it may take.
+        name, timeout: of the operation.
         buffers: kept alive as long as MPI may access them.
         finish: runs when the request has succeeded, before the operation is done.
         expected_bytes: size of the message, for receives only.

@@ -178,7 +178,8 @@ class MpiWorld:
         if setup.rank == 0:
             listening, host = listen(hosts, store)
             is_of_user = can_share_loopback(hosts) and len({each.user for each in hosts}) == 1
-            server = PmiServer(listening, _node_numbers(hosts), is_of_user=is_of_user)
+            nodes = list(dict.fromkeys(each.memory for each in hosts))  # within which MPI uses shared memory
+            server = PmiServer(listening, [nodes.index(each.memory) for each in hosts], is_of_user=is_of_user)
             address = f"{host}:{listening.getsockname()[1]}"
             for rank, pmi_id in enumerate(server.ids):
                 store.set(f"pmi/{rank}", json.dumps([server.name, address, pmi_id]))
@@ -210,12 +211,6 @@ class MpiWorld:
         _library(self.mpi).MPI_Finalize()
         if self._server is not None:
             self._server.finish(LEAVE_TIMEOUT_S)
-
-
-def _node_numbers(hosts: Sequence[HostIdentity]) -> list[int]:
-    """Numbers the ranks' nodes, within which MPI uses shared memory."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(host.memory, len(numbers)) for host in hosts]
 
 
 def _initialize(mpi: Any) -> None:

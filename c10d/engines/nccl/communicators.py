@@ -28,9 +28,6 @@ __all__ = ["CommunicatorFactory", "LocalCommunicators"]
 MAX_PROBLEM: Final = 2000
 """Characters that are shown of why rank 0 does not create a communicator."""
 
-_NEVER: Final = threading.Event()
-"""Never set; waiting for it is a pause."""
-
 
 @final
 class LocalCommunicators:
@@ -172,7 +169,7 @@ class CommunicatorFactory:
                 check()
             if time.monotonic() > deadline:
                 return False
-            _NEVER.wait(pause)
+            time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
 

@@ -7,8 +7,8 @@ watchdog thread polls operations in flight, and fails the group if one takes too
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Concatenate, Final, ParamSpec, cast, final
@@ -314,9 +314,16 @@ class NcclEngine(Engine):
         caller_events = [(gpu, stream.record_event()) for gpu, stream in caller_streams]
 
         def launch() -> None:
-            with self._failing(operation):
+            try:
                 communicators = self._communicators_for(first)
                 operation.set_launched(self._launch(communicators, requests, caller_events, finish))
+            except Exception as error:  # other ranks may have succeeded, so the group fails
+                cause = self.failure or error  # an abort makes launches fail
+                operation.fail(cause)
+                self.fail_group(cause)
+                if cause is error:
+                    raise
+                raise cause from None
 
         if first.route is None:
             with self._launching:
@@ -396,11 +403,6 @@ class NcclEngine(Engine):
             if yielded is not None:
                 running.append((rank, plan))
                 calls += [partial(call, rank.communicator, rank.stream.cuda_stream) for call in yielded]
-        self._make_calls(name, calls)
-        return running
-
-    def _make_calls(self, name: str, calls: Sequence[Callable[[], None]]) -> None:
-        """Calls NCCL, in a group if there is more than one call."""
         try:
             with ExitStack() as group:
                 if len(calls) > 1:
@@ -410,21 +412,7 @@ class NcclEngine(Engine):
                     call()
         except Exception as error:
             raise translate_error(name, error) from error
-
-    # Failures
-
-    @contextmanager
-    def _failing(self, operation: NcclOperation) -> Iterator[None]:
-        """Fails the group for an error in a `with` block that launches, as other ranks may have succeeded."""
-        try:
-            yield
-        except Exception as error:
-            first = self.failure or error  # an abort makes launches fail
-            operation.fail(first)
-            self.fail_group(first)
-            if first is error:
-                raise
-            raise first from None
+        return running
 
     def _poll(self) -> float | None:
         """Polls for finished operations, errors and timeouts, on the watchdog's thread."""

@@ -28,10 +28,8 @@ class NcclOperation:
     was called on wait for it: otherwise torch's caching allocator would hand out their memory while NCCL uses it.
 
     Args:
-        name: for error messages.
-        timeout: seconds that it may take.
+        name, timeout: of the operation, whose tensors are `tensors`.
         gpus: of this process.
-        tensors: that it uses.
         caller_streams: each GPU and its current stream when the operation was called.
         source: the rank that sends, for receives.
         blocks_host: whether `wait` blocks until the operation is done, rather than making streams wait.

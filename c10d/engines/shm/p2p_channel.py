@@ -76,8 +76,7 @@ class PendingReceive:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the receive is done, or immediately if it is done already."""
-        if not self._channels.add_callback(self, callback):
-            callback()
+        self._channels.add_callback(self, callback)
 
 
 @final
@@ -216,14 +215,13 @@ class P2PChannels:
             self._run_callbacks()
         return receive.is_done
 
-    def add_callback(self, receive: PendingReceive, callback: Callable[[], None]) -> bool:
-        """Has `callback` called when a receive is done; returns False if it is done already."""
+    def add_callback(self, receive: PendingReceive, callback: Callable[[], None]) -> None:
+        """Calls `callback` when a receive is done; at once if it is done already."""
         with self._lock:
-            if receive.is_done:
-                return False
-            receive.callbacks.append(callback)
-        self._progress_thread.wake()
-        return True
+            if not receive.is_done:
+                receive.callbacks.append(callback)
+                callback = self._progress_thread.wake
+        callback()
 
     def close(self) -> None:
         """Ends the progress thread. Receives are done, or fail when a thread waits for them again."""
