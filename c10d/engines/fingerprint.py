@@ -81,6 +81,12 @@ class AgreeingEngine(Engine):
 
     posts_receives: ClassVar[bool] = True
 
+    operation = ""
+    """The collective that was agreed on last."""
+
+    timeout = 0.0
+    """Seconds that it may take."""
+
     def agree(self, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None) -> None:
         """Waits until all ranks have called a collective, and compares the calls.
 
@@ -92,13 +98,14 @@ class AgreeingEngine(Engine):
         Raises:
             CollectiveMismatchError: a rank has made another call.
         """
+        given = [call] * self.size if isinstance(call, int) else list(call)
+        self.operation, self.timeout = operation_of(given[0]), timeout
         if self.size == 1:
             return
-        given = [call] * self.size if isinstance(call, int) else list(call)
         wanted = given if expected is None else list(expected)
         sent = torch.tensor(given)
         received = torch.empty_like(sent)
-        self.exchange_fingerprints(operation_of(given[0]), received, sent, timeout)
+        self.exchange_fingerprints(received, sent)
         found = received.tolist()
         if found != wanted:
             rank = next(rank for rank in range(self.size) if found[rank] != wanted[rank])
@@ -106,7 +113,7 @@ class AgreeingEngine(Engine):
             raise mismatch(ranks[rank], found[rank], ranks[self.rank], given[rank], wanted[rank])
 
     @abstractmethod
-    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+    def exchange_fingerprints(self, received: Tensor, sent: Tensor) -> None:
         """Sends element i of `sent` to rank i, and waits until `received` has those of all ranks for this one."""
 
     def barrier(self, timeout: float) -> PendingOperation | None:

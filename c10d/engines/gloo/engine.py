@@ -79,14 +79,14 @@ class GlooEngine(AgreeingEngine):
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by Gloo."""
         self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
-        return self._broadcast(tensor, root, timeout, "broadcast")
+        return self._broadcast(tensor, root)
 
-    def _broadcast(self, tensor: Tensor, root: int, timeout: float, name: str) -> PendingOperation | None:
+    def _broadcast(self, tensor: Tensor, root: int) -> PendingOperation | None:
         if not tensor.numel():
             return None
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start("broadcast", name, timeout, options, [_movable(tensor)])
+        return self._start("broadcast", options, [_movable(tensor)])
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on every rank."""
@@ -96,11 +96,11 @@ class GlooEngine(AgreeingEngine):
         prepare(reduction, tensor)
         if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size, tensor.numel())
-            pending = self._all_gather_single(parts, tensor, timeout, "all_reduce")
+            pending = self._all_gather_single(parts, tensor)
             return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
         options = dist.AllreduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
-        return self._divided(self._start("allreduce", "all_reduce", timeout, options, [tensor]), reduction, tensor)
+        return self._divided(self._start("allreduce", options, [tensor]), reduction, tensor)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on the root."""
@@ -110,14 +110,14 @@ class GlooEngine(AgreeingEngine):
         prepare(reduction, tensor)
         if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size if self.rank == root else 0, tensor.numel())
-            pending = self._gather(list(parts), tensor, root, timeout, "reduce")
+            pending = self._gather(list(parts), tensor, root)
             if self.rank != root:
                 return pending
             return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
         options = dist.ReduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
         options.rootRank = root
-        return self._divided(self._start("reduce", "reduce", timeout, options, [tensor]), reduction, tensor)
+        return self._divided(self._start("reduce", options, [tensor]), reduction, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
@@ -127,41 +127,35 @@ class GlooEngine(AgreeingEngine):
             if not tensor.numel():
                 return None
             lists = [[_movable(output) for output in outputs]]
-            return self._start("allgather", "all_gather", timeout, AllgatherOptions(), lists, [_movable(tensor)])
+            return self._start("allgather", AllgatherOptions(), lists, [_movable(tensor)])
         outputs[self.rank].copy_(tensor.view_as(outputs[self.rank]))
-        started = [self._broadcast(output, root, timeout, "all_gather") for root, output in enumerate(outputs)]
+        started = [self._broadcast(output, root) for root, output in enumerate(outputs)]
         return CombinedOperation([each for each in started if each is not None])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo."""
         self.agree(timeout, encode("all_gather", tensor.nbytes))
-        return self._all_gather_single(output, tensor, timeout, "all_gather")
+        return self._all_gather_single(output, tensor)
 
-    def _all_gather_single(
-        self, output: Tensor, tensor: Tensor, timeout: float, name: str
-    ) -> PendingOperation | None:
+    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> PendingOperation | None:
         if not tensor.numel():
             return None
-        return self._start(
-            "_allgather_base", name, timeout, AllgatherOptions(), _movable(output), _movable(tensor)
-        )
+        return self._start("_allgather_base", AllgatherOptions(), _movable(output), _movable(tensor))
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers by Gloo; all tensors must have one size."""
         self.agree(timeout, encode("gather", tensor.nbytes, root=root))
-        return self._gather(outputs, tensor, root, timeout, "gather")
+        return self._gather(outputs, tensor, root)
 
-    def _gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float, name: str
-    ) -> PendingOperation | None:
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PendingOperation | None:
         if not tensor.numel():
             return None
         options = dist.GatherOptions()
         options.rootRank = root
         lists = [[_movable(output) for output in outputs]] if self.rank == root else []
-        return self._start("gather", name, timeout, options, lists, [_movable(tensor)])
+        return self._start("gather", options, lists, [_movable(tensor)])
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
@@ -173,7 +167,7 @@ class GlooEngine(AgreeingEngine):
         options = dist.ScatterOptions()
         options.rootRank = root
         lists = [[_movable(each) for each in inputs]] if self.rank == root else []
-        return self._start("scatter", "scatter", timeout, options, [_movable(tensor)], lists)
+        return self._start("scatter", options, [_movable(tensor)], lists)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
@@ -183,7 +177,7 @@ class GlooEngine(AgreeingEngine):
         self.agree(timeout, encode_parts(reduction, inputs))
         parts = tensor.new_empty(self.size, tensor.numel())
         ready = [prepared(reduction, each) for each in inputs]
-        pending = self._all_to_all(list(parts), ready, timeout, "reduce_scatter")
+        pending = self._all_to_all(list(parts), ready)
         return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
 
     def reduce_scatter_single(
@@ -192,7 +186,7 @@ class GlooEngine(AgreeingEngine):
         """Exchanges the chunks by all_to_all and combines them on each rank."""
         self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         parts = tensor.new_empty(self.size, tensor.numel())
-        pending = self._all_to_all_single(parts, prepared(reduction, whole), timeout, "reduce_scatter")
+        pending = self._all_to_all_single(parts, prepared(reduction, whole))
         return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
 
     def all_to_all(
@@ -201,39 +195,35 @@ class GlooEngine(AgreeingEngine):
         """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
         sent = [encode("all_to_all", each.nbytes) for each in inputs]
         self.agree(timeout, sent, [encode("all_to_all", each.nbytes) for each in outputs])
-        return self._all_to_all(outputs, inputs, timeout, "all_to_all")
+        return self._all_to_all(outputs, inputs)
 
-    def _all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float, name: str
-    ) -> PendingOperation | None:
+    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> PendingOperation | None:
         sent, sizes = join_bytes(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
         sent_sizes = [each.nbytes for each in inputs]
-        pending = self._start("alltoall_base", name, timeout, options, received, sent, sizes, sent_sizes)
+        pending = self._start("alltoall_base", options, received, sent, sizes, sent_sizes)
         return _then(pending, lambda: split_bytes(received, outputs))
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges the chunks by Gloo."""
         self.agree(timeout, encode("all_to_all", whole.nbytes // self.size))
-        return self._all_to_all_single(output, whole, timeout, "all_to_all")
+        return self._all_to_all_single(output, whole)
 
-    def _all_to_all_single(
-        self, output: Tensor, whole: Tensor, timeout: float, name: str
-    ) -> PendingOperation | None:
+    def _all_to_all_single(self, output: Tensor, whole: Tensor) -> PendingOperation | None:
         if not output.numel():
             return None
         options = dist.AllToAllOptions()
-        return self._start("alltoall_base", name, timeout, options, _movable(output), _movable(whole), [], [])
+        return self._start("alltoall_base", options, _movable(output), _movable(whole), [], [])
 
-    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+    def exchange_fingerprints(self, received: Tensor, sent: Tensor) -> None:
         """Exchanges them by Gloo's all_to_all."""
-        options = dist.AllToAllOptions()
-        self._start("alltoall_base", operation, timeout, options, received, sent, [], []).wait(None)
+        self._start("alltoall_base", dist.AllToAllOptions(), received, sent, [], []).wait(None)
 
-    def _start(self, function: str, name: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
-        """Calls a method of the C++ group for an operation, with the timeout put into its options."""
+    def _start(self, function: str, options: Any, *tensors: Any) -> PendingOperation:
+        """Calls a method of the C++ group for the collective in flight, with its timeout put into the options."""
         self.raise_if_failed()
+        name, timeout = self.operation, self.timeout
         # Gloo counts milliseconds, and takes 0 for no timeout.
         options.timeout = timedelta(seconds=max(timeout, 0.001))
         try:

@@ -22,21 +22,6 @@ _WIDER = {
 }
 """Dtypes that MPI has no type for, and those in which they are reduced."""
 
-_TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-    torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-}
-
 _OPS = {
     "sum": "SUM",
     "avg": "SUM",
@@ -80,9 +65,10 @@ class Reducible:
 
     def spec(self, mpi: Any) -> list[Any]:
         """Describes the numbers to mpi4py, in the module `mpi`; the description does not keep them alive."""
-        numbers = self.numbers
+        numbers, dtype = self.numbers, self.numbers.dtype
+        kind = "c" if dtype.is_complex else "f" if dtype.is_floating_point else "i" if dtype.is_signed else "u"
         buffer = mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes)
-        return [buffer, getattr(mpi, _TYPES[numbers.dtype])]
+        return [buffer, mpi.Datatype.fromcode(f"{kind}{dtype.itemsize}")]
 
     def op(self, mpi: Any, reduction: Reduction) -> Any:
         """Returns MPI's operator for a reduction of the numbers."""

@@ -64,10 +64,10 @@ class MpiEngine(AgreeingEngine):
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.
 
-    def exchange_fingerprints(self, operation: str, received: Tensor, sent: Tensor, timeout: float) -> None:
+    def exchange_fingerprints(self, received: Tensor, sent: Tensor) -> None:
         """Exchanges them by MPI_Ialltoall."""
-        source, target = self._raw(sent), self._raw(received)
-        self._start(operation, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
+        arguments = self._comm.Ialltoall, self._raw(sent), self._raw(received)
+        self._start(self.operation, self.timeout, *arguments, buffers=(sent, received)).wait(None)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts bytes, by MPI_Ibcast."""
