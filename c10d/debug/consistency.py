@@ -75,20 +75,17 @@ class ConsistencyCheck:
         own_call = {"call": _describe_call(call), "call_site": "{}:{}".format(*find_call_site())}
         self._store.set(self._key(self._rank), json.dumps(own_call))
         if not wait_for_all_ranks(self._store, [self._key(rank) for rank in range(self._size)], timeout_s):
-            raise self._timeout_error(call, timeout_s)
+            missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
+            ranks = format_ranks([self._global_ranks[rank] for rank in missing])
+            operation = f"{call.name} (collective {self._number} of the group)"
+            raise CollectiveTimeoutError(operation, timeout_s, f"{ranks} to call it")
         calls = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
         if self._number > 1:  # all ranks have read the previous call, since they have made this one
-            self._store.delete_key(self._key(self._rank, self._number - 1))
+            self._store.delete_key(f"{self._number - 1}/{self._rank}")
         _compare(self._number, calls, self._global_ranks)
 
-    def _key(self, rank: int, number: int | None = None) -> str:
-        return f"{self._number if number is None else number}/{rank}"
-
-    def _timeout_error(self, call: CollectiveCall, timeout_s: float) -> CollectiveTimeoutError:
-        missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
-        ranks = format_ranks([self._global_ranks[rank] for rank in missing])
-        operation = f"{call.name} (collective {self._number} of the group)"
-        return CollectiveTimeoutError(operation, timeout_s, f"{ranks} to call it")
+    def _key(self, rank: int) -> str:
+        return f"{self._number}/{rank}"
 
 
 def _describe_call(call: CollectiveCall) -> dict[str, Any]:

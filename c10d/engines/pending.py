@@ -95,13 +95,7 @@ class CombinedOperation:
 
 @final
 class CompletedOperation:
-    """An operation that has succeeded already.
-
-    Args:
-        source: the rank that sent, if the operation is a receive.
-    """
-
-    __slots__ = ("_source",)
+    """An operation that has succeeded already; a receive has a source, the rank that sent."""
 
     def __init__(self, source: int | None) -> None:
         self._source = source

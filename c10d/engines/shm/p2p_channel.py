@@ -226,6 +226,7 @@ class P2PChannels:
     def close(self) -> None:
         """Ends the progress thread. Receives are done, or fail when a thread waits for them again."""
         self._progress_thread.close()
+        self._without_waiter = []  # they refer to the channels
 
     def _advance_unwaited(self) -> float | None:
         """Polls for receives that no thread waits for: the progress thread waits for one found twice in a row.

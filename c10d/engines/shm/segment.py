@@ -47,7 +47,9 @@ class Segment:
         descriptor = -1  # rank 0 keeps the file open until all ranks have mapped it
         try:
             if setup.rank == 0:
-                descriptor = _create(size)
+                descriptor = os.memfd_create("gradwire-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(descriptor, size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
                 token = secrets.token_hex(_TOKEN_BYTES // 2)
                 memory = mmap.mmap(descriptor, size)
                 memory[:_TOKEN_BYTES] = token.encode()
@@ -78,14 +80,6 @@ class Segment:
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         """Where the segment starts in this process, valid as long as this object lives."""
         self.doorbells: Final = Doorbells(memoryview(memory).cast("q"), self.address)
-
-
-def _create(size: int) -> int:
-    """Returns the descriptor of a new anonymous file of `size` bytes."""
-    descriptor = os.memfd_create("gradwire-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    return descriptor
 
 
 def _map(pid: int, descriptor: int, token: str, size: int) -> mmap.mmap:
