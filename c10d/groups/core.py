@@ -1,4 +1,4 @@
-"""The parts of a process group: engines, operation runner, failure detector and flight recorder.
+"""The parts of a process group: engines, queues of operations, failure detector and flight recorder.
 
 Users and torch hold a ProcessGroup (process_group.py), which refers to a GroupCore; nothing here refers back. So a
 ProcessGroup is freed with its last reference, and its finalizer has the core close in the background: a thread
@@ -6,6 +6,10 @@ waits for the operations in flight, tells the other ranks, and releases threads,
 
 A core that has failed stays failed: after a timeout or the loss of a rank nobody can tell how far the other ranks
 have come, so every later operation raises the same error. A group that is formed anew gets another core.
+
+An engine that does not block gets its operations directly. Operations of a blocking engine go through serial
+queues, one for each order that must be kept: that of the collectives, of the sends to one peer, and of the
+receives from one peer. A synchronous call runs on the caller's thread, if nothing is queued before it.
 """
 
 import logging
@@ -15,34 +19,43 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
-from ...errors import GroupAbortedError, ProcessGroupError, RankLostError, StoreError
+from ...errors import (
+    GroupAbortedError,
+    ProcessGroupError,
+    RankLostError,
+    StoreError,
+    UnsupportedOperationError,
+)
 from ...net.addresses import allows_insecure
 from ...net.event_loop import acquire_event_loop
 from ...torch_internals import profiler_enabled
 from ..debug.consistency import ConsistencyCheck
 from ..debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
 from ..engines.base import Engine
-from ..engines.collective_call import CollectiveCall
-from ..engines.pending import PendingOperation
+from ..engines.collective_call import ANY_RANK, CollectiveCall
+from ..engines.pending import CombinedOperation, CompletedOperation, OperationWithFinalStep, PendingOperation
+from ..engines.serial_queue import SerialQueue
 from ..failure.detector import FailureDetector
 from ..failure.messages import DIED, DROPPED, LEFT
 from ..stores.describe import is_insecure_store, store_credentials
 from ..stores.prefix import PrefixStore
 from ..stores.torch_store import wait as wait_for_keys
 from ..torch_types import TorchStore
-from .departures import Departures
-from .operation_runner import REJECTIONS, OperationRunner
 from .options import GroupOptions
 from .profile_events import OperationEvent
 
 __all__ = ["GroupCore"]
 
 log = logging.getLogger(__name__)
+
+REJECTIONS: Final = (UnsupportedOperationError, ValueError, TypeError)
+"""What engines raise before they have sent anything, on all ranks alike. The group stays usable."""
 
 NO_RANKS = "the group has no ranks yet: call reconfigure on all its members"
 
@@ -98,7 +111,7 @@ class GroupCore:
             if options.should_check_calls()
             else None
         )
-        self._runner = OperationRunner(rank, raise_if_failed=self._raise_if_failed, fail=self.fail)
+        self._queues: dict[tuple[str, str, int], SerialQueue] = {}
         self._make_engine = make_engine
         self._engines: dict[str, Engine] = {}
         self._backends: dict[str, str] = {}
@@ -107,7 +120,8 @@ class GroupCore:
         self._failure: Exception | None = None if global_ranks else ProcessGroupError(NO_RANKS)
         self._failure_detector: FailureDetector | None = None
         self._closing = threading.Event()
-        self._departures = Departures(self.size)
+        self.departures: Final[dict[int, RankLostError]] = {}
+        """By rank that has left, what operations raise that need it; the other ranks can still exchange messages."""
         self._first_departure: RankLostError | None = None
         self.lost_ranks: set[int] = set()  # those whose processes have died, as far as the failure detector knows
         self._gone_ranks: set[int] = set()  # those that have left, too
@@ -166,7 +180,7 @@ class GroupCore:
         if torch.is_inference_mode_enabled():  # engines' temporary tensors are written to by other threads
             with torch.inference_mode(mode=False):
                 return self.start(call)
-        if self._departures.errors:
+        if self.departures:
             self._check_departures(call)
         record = self._recorder.begin(call)
         try:
@@ -177,7 +191,7 @@ class GroupCore:
             if profiler_enabled():
                 pending = self._start_profiled(call, engine, timeout_s, record)
             else:
-                pending = self._runner.start(call, engine, timeout_s, record)
+                pending = self._run(call, engine, timeout_s, record)
         except Exception as error:
             record.end(error)
             if not isinstance(error, REJECTIONS):
@@ -194,7 +208,7 @@ class GroupCore:
         event = OperationEvent(self._backends[call.device.type], call)
         try:
             with event.without_nested_events():
-                pending = self._runner.start(call, engine, timeout_s, record)
+                pending = self._run(call, engine, timeout_s, record)
         except BaseException:
             event.end()
             raise
@@ -206,7 +220,101 @@ class GroupCore:
     def _check_departures(self, call: CollectiveCall) -> None:
         """Raises RankLostError if an operation needs a rank that has left, unless the engine itself does so."""
         if call.name == "send" or not self.engine(call.device.type).detects_departures:
-            self._departures.raise_if_needed(call.peer)
+            for rank, error in self.departures.copy().items():
+                if self._affects(rank, call.peer):
+                    raise error
+
+    def _affects(self, rank: int, peer: int | None) -> bool:
+        """Returns whether an operation needs a rank that has left.
+
+        A collective, which has no peer, needs all ranks; a receive from ANY_RANK only the last that is left.
+        """
+        return peer in {None, rank} or (peer == ANY_RANK and len(self.departures) == self.size - 1)
+
+    def _run(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation | None:
+        """Starts an operation, and waits for it if the caller wants to. Returns None if it is done already."""
+        if engine.blocking and not (call.name == "recv" and engine.posts_receives):
+            return self._run_in_order(call, engine, timeout_s, record)
+        copy_back = call.staging.copy_back if call.staging.needs_copy_back() else None
+        steps = [partial(step, engine, timeout_s) for step in call.steps]
+        pending = record.pending = engine.start(steps, copy_back)
+        if pending is None or not call.options.is_sync:
+            return pending
+        pending.wait(None)
+        return None
+
+    def _run_in_order(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation:
+        """Runs an operation on the caller's thread if it is synchronous or would not block, else on a queue."""
+        queue = self._queue(call)
+        is_sync = call.options.is_sync
+        runs_inline = is_sync
+        if call.name == "send":
+            assert call.peer is not None
+            runs_inline = engine.can_send(call.inputs[0], call.peer)
+        if runs_inline and queue.try_acquire():
+            try:
+                result = self._run_blocking(call, engine, timeout_s, record)
+            finally:
+                queue.release()
+            if result is None or isinstance(result, int):
+                return CompletedOperation(result)
+            if is_sync:
+                result.wait(None)
+            return result
+        task = queue.submit(lambda: self._run_blocking(call, engine, timeout_s, record), needs_thread=not is_sync)
+        record.pending = task
+        if is_sync:
+            task.wait(None)
+        return task
+
+    def _run_blocking(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation | int | None:
+        """Runs an operation on a blocking engine.
+
+        Returns:
+            The rank that sent, if it is a receive; or what the engine has started and not yet done.
+        """
+        source: int | None = None
+        started: list[PendingOperation] = []
+        try:
+            self._raise_if_failed()
+            for step in call.steps:
+                result = step(engine, timeout_s)
+                if result is None or isinstance(result, int):
+                    source = result
+                else:
+                    started.append(result)
+            if started:
+                pending = started[0] if len(started) == 1 else CombinedOperation(started)
+                if call.staging.needs_copy_back():
+                    pending = OperationWithFinalStep(pending, call.staging.copy_back)
+                record.pending = record.pending or pending
+                return pending
+            call.staging.copy_back()
+        except BaseException as error:
+            record.end(error)
+            if not isinstance(error, Exception):  # a KeyboardInterrupt leaves the ranks out of step as well
+                self.fail(GroupAbortedError(f"rank {self.rank} was interrupted in {call.name}"))
+            elif not isinstance(error, REJECTIONS):
+                self.fail(error)
+            raise
+        record.end()
+        return source
+
+    def _queue(self, call: CollectiveCall) -> SerialQueue:
+        """Returns the queue that keeps the order of this operation with others of its kind."""
+        kind, peer = ("collectives", ANY_RANK) if call.peer is None else (call.name, call.peer)
+        key = (call.device.type, kind, peer)
+        queue = self._queues.get(key)
+        if queue is None:
+            with self._lock:
+                queue = self._queues.setdefault(key, SerialQueue(f"gradwire-{self.name or 'group'}-{kind}"))
+        return queue
 
     def wait_for_operations(self) -> None:
         """Waits until the operations in flight, except receives, have finished, successfully or not."""
@@ -235,7 +343,7 @@ class GroupCore:
             try:
                 if wait_for_keys(store, keys, min(wait_s, MAX_STORE_WAIT_S)):
                     return True
-                for rank, error in self._departures.errors.copy().items():
+                for rank, error in self.departures.copy().items():
                     if not store.check([keys[rank]]):
                         raise error.with_traceback(None)
             except StoreError:
@@ -335,10 +443,10 @@ class GroupCore:
         self._note_gone(rank)
         if self._closing.wait(DEPARTURE_GRACE_S):
             return
-        self._departures.errors.setdefault(rank, error)
+        self.departures.setdefault(rank, error)
         if all(engine.detects_departures for engine in self._engines.values()):
             return
-        if any(self._departures.affects(rank, peer) for peer in self._recorder.peers_in_flight()):
+        if any(self._affects(rank, peer) for peer in self._recorder.peers_in_flight()):
             self.fail(error)
 
     def _note_gone(self, rank: int) -> None:
@@ -432,14 +540,16 @@ class GroupCore:
             reason: how the rank leaves; if empty, the error is shown.
         """
         self._fail(error)
-        assert self._failure is not None
         self._closing.set()
         with self._lock:
             detector, self._failure_detector = self._failure_detector, None
             engines, self._engines = self._engines, {}
         if detector is not None:
             detector.close(reason or f"{LEFT}: {error}")
-        self._runner.close(self._failure)
+        with self._lock:
+            queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.close()
         self._recorder.release_operations()
         for engine in engines.values():
             engine.close()
@@ -460,7 +570,7 @@ class GroupCore:
 
     def set_name(self, name: str) -> None:
         """Sets the name under which torch registers the group."""
-        self.name = self._runner.group_name = name
+        self.name = name
 
     def collective_count(self) -> int:
         """Returns how many collectives this rank has called."""

@@ -33,7 +33,6 @@ from .collectives import Collectives
 from .core import GroupCore
 from .dynamo import exclude_from_dynamo
 from .member import Formation, GroupMember
-from .operation_runner import OperationRunner
 from .options import GroupOptions
 from .point_to_point import PointToPoint
 from .process_group import ProcessGroup
@@ -42,7 +41,7 @@ from .work import GroupWork
 __all__ = ["GroupFactory", "register_engine"]
 
 
-exclude_from_dynamo(PointToPoint, Collectives, GroupCore, OperationRunner, ProcessGroup, GroupWork)
+exclude_from_dynamo(PointToPoint, Collectives, GroupCore, ProcessGroup, GroupWork)
 
 
 def register_engine(
