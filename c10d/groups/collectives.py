@@ -1,10 +1,11 @@
-"""The collectives of a process group, under the names by which torch calls them.
+"""The operations of a process group, under the names by which torch calls them.
 
 torch has several names for one operation: those of different releases (`_allgather_base` became
 `all_gather_single`), and variants for lists, for single tensors and for several operations at once. Each method
 here checks its arguments and makes a CollectiveCall; a subclass carries it out.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ..engines.collective_call import CollectiveCall, Step, call_options
+from ..engines.collective_call import ANY_RANK, CallOptions, CollectiveCall, Step, call_options
 from ..engines.reductions import Reduction
 from ..engines.staging import Staging, span_of
+from ..torch_types import TorchProcessGroup
 from .checks import (
     check_coalesced,
     check_equal_sizes,
@@ -23,11 +25,11 @@ from .checks import (
     check_rank,
     check_reduction,
     check_same_size,
+    check_tag,
     check_tensors,
     check_whole,
     single_item,
 )
-from .point_to_point import PointToPoint
 from .sparse import SparseSum
 from .work import GroupWork
 
@@ -37,15 +39,21 @@ Tensors = Sequence[Tensor]
 Time = timedelta | None
 Result = GroupWork | None
 
+_NO_OPTIONS = CallOptions()
 
-class Collectives(PointToPoint):
-    """A torch ProcessGroup with the methods that torch.distributed calls for collectives.
+
+class Collectives(TorchProcessGroup):
+    """A torch ProcessGroup with the methods that torch.distributed calls for collectives, sends and receives.
 
     Every method returns a Work. As with torch's own groups, it returns None after the operation is done if the
     options say that the caller waits (`asyncOp = False`). Options are torch's, such as AllreduceOptions; where
     torch takes single arguments instead, so do these methods. Bad arguments raise ValueError or TypeError on this
     rank, before anything is sent.
     """
+
+    @abstractmethod
+    def start(self, call: CollectiveCall) -> Result:
+        """Starts an operation. Returns its Work; None if the caller asked to wait, which has happened by then."""
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies the root's tensor to every rank."""
@@ -301,6 +309,37 @@ class Collectives(PointToPoint):
         device = getattr(opts, "device", None) or torch.device("cpu")
         options = call_options(opts, timeout)
         return self.start(CollectiveCall("barrier", [Step("barrier")], Staging(), [], [], options, device=device))
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Result:
+        """Sends a tensor to rank `dst`, which receives it with the same tag."""
+        tensor = single_item("send", tensors)
+        check_tensors("send", [tensor])
+        check_rank("send", "dst", dst, self.size())
+        check_tag("send", tag)
+        staging = Staging()
+        step = Step("send", staging.input(tensor), dst, tag)
+        inputs = [tensor]
+        return self.start(
+            CollectiveCall("send", [step], staging, inputs, [], _NO_OPTIONS, result=inputs, peer=dst, tag=tag)
+        )
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Result:
+        """Receives what rank `src` sends with this tag."""
+        check_rank("recv", "src", src, self.size())
+        return self._recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Result:
+        """Receives what any rank sends with this tag; `source_rank()` of the Work returns which rank sent."""
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: Tensors, src: int | None, tag: int) -> Result:
+        tensor = single_item("recv", tensors)
+        check_tensors("recv", [tensor])
+        check_tag("recv", tag)
+        staging = Staging()
+        step = Step("recv", staging.output(tensor), src, tag)
+        peer = ANY_RANK if src is None else src
+        return self.start(CollectiveCall("recv", [step], staging, [], [tensor], _NO_OPTIONS, peer=peer, tag=tag))
 
     # Names that torch uses before 2.13.
     _allgather_base = all_gather_single

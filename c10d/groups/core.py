@@ -71,14 +71,13 @@ ends the wait itself."""
 class GroupCore:
     """The parts of one process group on one rank. Owned by a ProcessGroup, and closed by it or after it.
 
+    name: under which torch registers the group.
+
     Args:
         store: shared by the ranks, and used by this group alone, which closes it.
-        rank: this process's rank in the group.
         global_ranks: the rank in the default group of each rank of this group; none if the group gets them from
             `reconfigure`; `rank` is then -1.
         backend: name under which the group's backend is registered.
-        timeout: default timeout of operations.
-        options: options of the group.
         make_engine: makes the engine for a type of device; returns the name of its backend, and the engine. Called
             only while somebody calls the group.
     """
@@ -88,6 +87,7 @@ class GroupCore:
         store: PrefixStore,
         rank: int,
         *,
+        name: str,
         global_ranks: Sequence[int],
         backend: str,
         timeout: timedelta,
@@ -101,7 +101,7 @@ class GroupCore:
         self.global_ranks: Final = tuple(global_ranks)
         self.backend: Final = backend
         self.options: Final = options
-        self.name = ""
+        self.name = name
         self.description = "undefined"
         self.set_timeout(timeout)
         self._process = os.getpid()
@@ -121,7 +121,7 @@ class GroupCore:
         self._failure_detector: FailureDetector | None = None
         self._closing = threading.Event()
         self.departures: Final[dict[int, RankLostError]] = {}
-        """By rank that has left, what operations raise that need it; the other ranks can still exchange messages."""
+        """By rank that has left, what operations raise that need it. Others can still exchange messages."""
         self._first_departure: RankLostError | None = None
         self.lost_ranks: set[int] = set()  # those whose processes have died, as far as the failure detector knows
         self._gone_ranks: set[int] = set()  # those that have left, too
@@ -355,18 +355,14 @@ class GroupCore:
 
     # Failures.
 
-    def start_failure_detector(self, timeout_s: float | None = None) -> None:
-        """Starts to watch for ranks that die or leave. All ranks must call it together.
-
-        Args:
-            timeout_s: seconds that the other ranks may take; the group's timeout if None.
-        """
+    def start_failure_detector(self, timeout_s: float) -> None:
+        """Starts to watch for ranks that die or leave. All ranks must call it together, within `timeout_s`."""
         credentials = store_credentials(self.store)
         self._failure_detector = FailureDetector(
             PrefixStore("failure_detector", self.store),
             self.rank,
             self.size,
-            self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s,
             insecure=self.insecure,
             identity=credentials.identity() if credentials is not None else None,
             on_lost=self._on_lost,
@@ -500,7 +496,7 @@ class GroupCore:
 
     def replace(self, old: "GroupCore") -> None:
         """Takes the place of a core that has left its group: its name, callbacks and description."""
-        self.set_name(old.name)
+        self.name = old.name
         self.description = old.description
         self._close_callbacks, old._close_callbacks = old._close_callbacks, []
         old._finish_close()
@@ -567,10 +563,6 @@ class GroupCore:
         """Sets the default timeout of operations."""
         self.timeout = timeout
         self._timeout_s = timeout.total_seconds()
-
-    def set_name(self, name: str) -> None:
-        """Sets the name under which torch registers the group."""
-        self.name = name
 
     def collective_count(self) -> int:
         """Returns how many collectives this rank has called."""

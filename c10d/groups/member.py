@@ -17,7 +17,7 @@ import time
 import uuid as uuids
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final, final
 
 import torch.distributed as dist
@@ -31,24 +31,11 @@ from ..stores.prefix import PrefixStore
 from ..torch_types import TorchStore
 from .core import GroupCore
 
-__all__ = ["Formation", "GroupMember"]
+__all__ = ["FormCore", "GroupMember"]
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formation:
-    """A group that its members are about to form.
-
-    generation: a text that names it in the store, and that no other group has had.
-    rank: the rank of this process.
-    global_ranks: the rank in the default group of each of its ranks.
-    timeout_s: seconds that are left to connect.
-    """
-
-    generation: str
-    rank: int
-    global_ranks: tuple[int, ...]
-    timeout_s: float
+FormCore = Callable[[PrefixStore, int, tuple[int, ...], timedelta, float], GroupCore]
+"""Makes a core and connects it, as all ranks do together. Takes the core's store, this process's rank, the global
+ranks, the default timeout of operations, and the seconds that are left to connect."""
 
 
 @final
@@ -58,7 +45,7 @@ class GroupMember:
     Args:
         store: of the group, whatever its ranks.
         core: the first core.
-        form: makes and connects the core of a new group in place of an old one. The other ranks do the same.
+        form: makes the core of new ranks.
         generation: what the first ranks are called in the store; empty if there are none yet.
         cannot_reconfigure: why the group cannot be formed anew; empty if it can.
     """
@@ -67,7 +54,7 @@ class GroupMember:
         self,
         store: TorchStore,
         core: GroupCore,
-        form: Callable[[Formation, GroupCore], GroupCore],
+        form: FormCore,
         *,
         generation: str,
         cannot_reconfigure: str,
@@ -155,13 +142,9 @@ class GroupMember:
             generation = f"{key}/{digest}"
             try:
                 self._wait_for_all(generation, rank, len(handles), timeout_s)
-                formation = Formation(
-                    generation=generation,
-                    rank=rank,
-                    global_ranks=_global_ranks(handles),
-                    timeout_s=max(deadline - time.monotonic(), 0.001),
-                )
-                core = self._form(formation, old)
+                store = PrefixStore(f"ranks/{generation}", self.store)
+                left_s = max(deadline - time.monotonic(), 0.001)
+                core = self._form(store, rank, _global_ranks(handles), old.timeout, left_s)
             except UnsupportedOperationError:
                 raise
             except (GradwireError, RuntimeError, OSError) as error:

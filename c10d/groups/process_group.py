@@ -1,8 +1,11 @@
 """The process group that users and torch hold.
 
 ProcessGroup is a subclass of torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and others run on it.
-Its methods turn each operation into a CollectiveCall (collectives.py, point_to_point.py); a GroupCore has an
+Its methods turn each operation into a CollectiveCall (collectives.py); a GroupCore has an
 engine carry it out; the caller gets a GroupWork.
+
+It is its own backend, for all devices: torch's groups have one for each device, and torch.distributed looks for it
+when it splits groups, connects devices early, or chooses the device for objects and barriers.
 
 A group that nobody has shut down ends after its last reference is gone. A group that is formed anew gets other
 ranks, and another GroupCore, but stays the same object.
@@ -11,29 +14,32 @@ ranks, and another GroupCore, but stays the same object.
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Backend
 
-from ...torch_internals import set_group_ranks
+from ...torch_internals import HAS_PYTHON_BACKENDS, BackendConfig, set_group_ranks
 from ..debug.store_barrier import StoreBarrier
 from ..engines.base import Engine
 from ..engines.collective_call import CollectiveCall
 from ..reconfigure.handles import GroupHandle
 from ..stores.base import Timeout, to_seconds
 from ..torch_types import TorchStore
-from .backend_interface import BackendInterface
+from .collectives import Collectives
 from .core import GroupCore
 from .member import GroupMember
 from .options import GroupOptions
+from .torch_backend import GroupBackend
 from .work import GroupWork
 
 __all__ = ["ProcessGroup"]
 
 
 @final
-class ProcessGroup(BackendInterface):
+class ProcessGroup(Collectives):
     """A process group on gradwire's engines.
 
     Made by torch.distributed's init_process_group and new_group for the backends that gradwire registers.
@@ -45,13 +51,22 @@ class ProcessGroup(BackendInterface):
         member: this process's membership, whose ranks can change.
     """
 
+    supports_splitting = True
+    supports_coalescing = False  # by torch's calls around several operations; a list in one call is one operation
+    supports_shrinking = False
+    supports_time_estimate = False
+    _supports_time_estimate = False  # torch's name for it from 2.15 on
+
+    expected_devices: Sequence[torch.device] = ()
+    """The value of `_device_types` until torch has registered the group. torch reads it during a split."""
+
     def __init__(
         self,
         core: GroupCore,
         make_subgroup: "Callable[[GroupMember, Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
         member: GroupMember,
     ) -> None:
-        super().__init__(core.rank, core.size)
+        super().__init__(core.rank, core.size)  # type: ignore[call-arg]  # a form that the stubs lack
         self._make_subgroup = make_subgroup
         self._member = member
         self._use_core(core)
@@ -305,10 +320,54 @@ class ProcessGroup(BackendInterface):
         return self._core.description
 
     def _set_group_name(self, name: str) -> None:
-        self._core.set_name(name)
+        self._core.name = name
 
     def _set_group_desc(self, description: str) -> None:
         self._core.description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices for which the group's configuration names engines."""
+        try:
+            configuration = dist.get_backend_config(self)
+        except (TypeError, ValueError):
+            return list(self.expected_devices)
+        return [torch.device(name) for name in BackendConfig(Backend(configuration)).get_device_backend_map()]
+
+    @cached_property
+    def as_backend(self) -> GroupBackend:
+        """The group as a torch Backend, which exists from torch 2.14 on."""
+        return GroupBackend(self)
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        """Returns the backend of a device: this group; or from torch 2.14 on, which passes it to C++, its Backend.
+
+        Raises:
+            RuntimeError: the group's configuration names no engine for the device.
+        """
+        types = [each.type for each in self._device_types]
+        if types and torch.device(device).type not in types:
+            raise RuntimeError(f"the group has no backend for {device}, only for {', '.join(types)}")
+        return self.as_backend if HAS_PYTHON_BACKENDS else self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Stores the device of this rank. Engines connect with the first operation."""
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing: torch calls it on ranks outside a split, which gradwire does not need."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the flight recorder counts collectives."""
+
+    def _has_hooks(self) -> bool:
+        """Returns False: hooks on completed Works exist in torch for NCCL only."""
+        return False
+
+    @property  # type: ignore[misc]  # torch's can be set
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        """Whether symmetric memory exchanges its handles by collectives: False, it uses the store."""
+        return False
 
 
 def _require_no_hints(hints: Mapping[str, str]) -> None:

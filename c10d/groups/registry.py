@@ -5,6 +5,7 @@ type of device; it looks up their names in the group's configuration, such as
 `"cpu:gradwire_mpi,cuda:gradwire_nccl"`.
 """
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ...torch_internals import (
     backend_devices,
     backend_names,
     register_group_backend,
+    skip_in_dynamo,
 )
 from ..engines.base import Engine, EngineFactory, Setup
 from ..stores.describe import is_insecure_store, store_credentials
@@ -31,17 +33,19 @@ from ..stores.sealed import SealedStore, seal
 from ..torch_types import TorchStore
 from .collectives import Collectives
 from .core import GroupCore
-from .dynamo import exclude_from_dynamo
-from .member import Formation, GroupMember
+from .member import GroupMember
 from .options import GroupOptions
-from .point_to_point import PointToPoint
 from .process_group import ProcessGroup
 from .work import GroupWork
 
 __all__ = ["GroupFactory", "register_engine"]
 
 
-exclude_from_dynamo(PointToPoint, Collectives, GroupCore, ProcessGroup, GroupWork)
+# While a compiled program runs, Dynamo traces every Python function that is called. Those of a group, which C++
+# calls back, as for a broadcast that DDP starts, are no part of the program, and cannot be traced.
+# torch.compiler.disable would do the same, but imports the compiler and costs time with every call.
+for _class in (Collectives, GroupCore, ProcessGroup, GroupWork):
+    skip_in_dynamo(method for method in vars(_class).values() if inspect.isfunction(method))
 
 
 def register_engine(
@@ -99,21 +103,17 @@ class GroupFactory:
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
         group_options = group_options or GroupOptions()
-        # From torch 2.14 on, init_process_group has the argument itself.
-        enable_reconfigure = group_options.enable_reconfigure or getattr(options, "enable_reconfigure", False)
+        if getattr(options, "enable_reconfigure", False):  # an argument of init_process_group from torch 2.14 on
+            group_options = group_options.with_reconfigure(enabled=True)
         store = options.store
         sealed = seal(store, store_credentials(store), insecure=allows_insecure(is_insecure_store(store)))
-        options = _BackendOptions(
-            store=sealed,
-            group_rank=options.group_rank,
-            group_size=options.group_size,
-            timeout=options.timeout,
-            group_id=options.group_id,
-            global_ranks_in_group=options.global_ranks_in_group,
-        )
         close = sealed.close if isinstance(sealed, SealedStore) and sealed is not store else None
+        # Of the default group itself, torch gives no ranks.
+        global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         try:
-            group = self._make(options, group_options, enable_reconfigure=enable_reconfigure)
+            group = self._make(
+                sealed, options.group_id, options.group_rank, global_ranks, options.timeout, group_options
+            )
         except BaseException:
             if close is not None:
                 close()
@@ -123,97 +123,61 @@ class GroupFactory:
         return group
 
     def _make(
-        self, options: "_BackendOptions", group_options: GroupOptions, *, enable_reconfigure: bool
+        self,
+        store: TorchStore,
+        name: str,
+        rank: int,
+        global_ranks: tuple[int, ...],
+        timeout: timedelta,
+        group_options: GroupOptions,
     ) -> ProcessGroup:
-        """Makes a group, of which only one without ranks is not connected yet."""
-        if enable_reconfigure:
-            if self.cannot_reconfigure:
-                raise UnsupportedOperationError(self.name, "form groups anew", self.cannot_reconfigure)
-            group_options = group_options.with_reconfigure(enabled=False)  # parts of the group get these options
-            ranks = _BackendOptions(
-                store=PrefixStore("unformed", options.store),
-                group_rank=-1,
-                group_size=0,
-                timeout=options.timeout,
-                group_id=options.group_id,
-                global_ranks_in_group=(),
+        """Makes a group, which keeps the store when its ranks change. Connects its ranks, if it has any yet."""
+
+        def form(
+            part: PrefixStore, rank: int, global_ranks: tuple[int, ...], timeout: timedelta, connect_s: float
+        ) -> GroupCore:
+            core = GroupCore(
+                part,
+                rank,
+                name=name,
+                global_ranks=global_ranks,
+                backend=self.name,
+                timeout=timeout,
+                options=options,
+                make_engine=make_engine,
             )
-            group = self._make_group(options, ranks, PrefixStore("0", ranks.store), group_options, "")
-        else:
-            count = _count_groups(options)
-            store = PrefixStore(f"time/{count}", options.store)
-            group = self._make_group(options, options, store, group_options, f"time/{count}")
             try:
-                self._connect(group._core, options, options.timeout.total_seconds(), detector_timeout_s=None)
-            except BaseException:
-                group.shutdown()
-                raise
-        return group
-
-    def _make_group(
-        self, options: Any, ranks: Any, store: PrefixStore, group_options: GroupOptions, generation: str
-    ) -> ProcessGroup:
-        """Makes a group whose core is not connected yet.
-
-        Args:
-            options: torch's, with the store that the group keeps when its ranks change.
-            ranks: the first ranks, as torch's options have them.
-            store: of the first ranks.
-            group_options: the user's options.
-            generation: what the first ranks are called in the store.
-        """
-
-        def form(formation: Formation, old: GroupCore) -> GroupCore:
-            new_ranks = _BackendOptions(
-                store=options.store,
-                group_rank=formation.rank,
-                group_size=len(formation.global_ranks),
-                timeout=old.timeout,
-                group_id=options.group_id,
-                global_ranks_in_group=formation.global_ranks,
-            )
-            part = PrefixStore(f"ranks/{formation.generation}", options.store)
-            core = make_core(new_ranks, part, old.timeout)
-            try:
-                self._connect(core, new_ranks, formation.timeout_s, detector_timeout_s=formation.timeout_s)
+                if core.size > 1:
+                    core.start_failure_detector(connect_s)
+                if global_ranks and "cpu" in backend_devices(self.name):
+                    core.add_engine("cpu", self.factory(_engine_setup("cpu", core, connect_s)), self.name)
             except BaseException:
                 core.shutdown()
                 raise
             return core
 
-        def make_core(ranks: Any, store: PrefixStore, timeout: timedelta) -> GroupCore:
-            return GroupCore(
-                store,
-                ranks.group_rank,
-                global_ranks=_global_ranks(ranks),
-                backend=self.name,
-                timeout=timeout,
-                options=group_options,
-                make_engine=lambda device, core: _find_factory(device, group_ref()).make_engine(
-                    _engine_setup(device, ranks, core, ranks.timeout.total_seconds())
-                ),
-            )
+        def make_engine(device: str, core: GroupCore) -> tuple[str, Engine]:
+            found = _find_factory(device, group_ref())
+            return found.name, found.factory(_engine_setup(device, core, core.timeout.total_seconds()))
 
-        core = make_core(ranks, store, group_options.effective_timeout(options.timeout))
-        member = GroupMember(
-            options.store, core, form, generation=generation, cannot_reconfigure=self.cannot_reconfigure
-        )
+        options = group_options.with_reconfigure(enabled=False)  # parts of the group get these options
+        timeout = options.effective_timeout(timeout)
+        if group_options.enable_reconfigure:
+            if self.cannot_reconfigure:
+                raise UnsupportedOperationError(self.name, "form groups anew", self.cannot_reconfigure)
+            generation, part, rank, global_ranks = "", PrefixStore("unformed/0", store), -1, ()
+        else:
+            # Processes that destroy the default group and make it again may use the same store, as under torchrun.
+            # Each rank counts in the store how many groups it has made; the counts are the same on all ranks.
+            generation = f"time/{store.add(f'times/{rank}', 1)}"
+            part = PrefixStore(generation, store)
+        core = form(part, rank, global_ranks, timeout, timeout.total_seconds())
+        member = GroupMember(store, core, form, generation=generation, cannot_reconfigure=self.cannot_reconfigure)
         group = ProcessGroup(core, self._make_subgroup, member)
         group_ref = weakref.ref(group)  # alive whenever an engine is made: somebody is calling the group
         if HAS_PYTHON_BACKENDS:
             register_group_backend(group, group.as_backend, _all_device_types())
         return group
-
-    def _connect(self, core: GroupCore, ranks: Any, timeout_s: float, *, detector_timeout_s: float | None) -> None:
-        """Connects the ranks of a group, which all call this together."""
-        if core.size > 1:
-            core.start_failure_detector(detector_timeout_s)
-        if "cpu" in backend_devices(self.name):
-            core.add_engine("cpu", self.factory(_engine_setup("cpu", ranks, core, timeout_s)), self.name)
-
-    def make_engine(self, setup: Setup) -> tuple[str, Engine]:
-        """Makes an engine. Returns the name of the backend, and the engine."""
-        return self.name, self.factory(setup)
 
     def _make_subgroup(
         self,
@@ -225,28 +189,9 @@ class GroupFactory:
     ) -> ProcessGroup:
         """Makes a group of some of the present ranks of a group, which call it together."""
         core = member.core
-        subgroup_options = _BackendOptions(
-            store=PrefixStore(f"part/{member.generation}/{name}", member.store),
-            group_rank=list(ranks).index(core.rank),
-            group_size=len(ranks),
-            timeout=timeout,
-            group_id=name,
-            global_ranks_in_group=[core.global_ranks[rank] for rank in ranks],
-        )
-        return self(subgroup_options, group_options)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BackendOptions:
-    """What torch passes to the makers of backends, under torch's names."""
-
-    store: TorchStore
-    group_rank: int
-    group_size: int
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: Sequence[int]
+        store = PrefixStore(f"part/{member.generation}/{name}", member.store)
+        global_ranks = tuple(core.global_ranks[rank] for rank in ranks)
+        return self._make(store, name, list(ranks).index(core.rank), global_ranks, timeout, group_options)
 
 
 def _all_device_types() -> set[str]:
@@ -255,29 +200,15 @@ def _all_device_types() -> set[str]:
     return {device for name in names for device in backend_devices(name)}
 
 
-def _global_ranks(options: Any) -> tuple[int, ...]:
-    """Returns the ranks of the group in the default group; for the default group itself torch gives none."""
-    return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-
-
-def _count_groups(options: Any) -> int:
-    """Returns how many groups of this name have been made in the store, this one included.
-
-    Processes that destroy the default group and make it again may use the same store, as under torchrun. Each rank
-    counts in the store how many groups it has made; the counts are the same on all ranks.
-    """
-    return int(options.store.add(f"times/{options.group_rank}", 1))
-
-
-def _engine_setup(device: str, options: Any, core: GroupCore, timeout_s: float) -> Setup:
+def _engine_setup(device: str, core: GroupCore, timeout_s: float) -> Setup:
     return Setup(
         store=PrefixStore(f"engine/{device}", core.store),
-        rank=options.group_rank,
-        size=options.group_size,
+        rank=core.rank,
+        size=core.size,
         timeout=timeout_s,
         device_type=device,
-        global_ranks=_global_ranks(options),
-        group_name=options.group_id,
+        global_ranks=core.global_ranks,
+        group_name=core.name,
         on_failure=core.fail_from_engine,
         wait_for_cause=core.wait_for_cause,
         insecure=core.insecure,

@@ -8,10 +8,7 @@ returned unchanged; only operations that C++ starts, such as those of `torch.ops
 
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, final
-
-import torch
 
 from ...errors import GroupAbortedError
 from ...torch_internals import TorchBackend
@@ -41,8 +38,20 @@ OPERATIONS = (
     "scatter",
     "send",
 )
-"""The methods that a torch Backend and a ProcessGroup have under the same name."""
+"""The operations that a torch Backend and a ProcessGroup have under the same name."""
 
+_OTHER_METHODS = (
+    "abort",
+    "eager_connect_single_device",
+    "getBackendName",
+    "get_reconfigure_handle",
+    "perform_nocolor_split",
+    "rank",
+    "reconfigure",
+    "set_timeout",
+    "shutdown",
+    "size",
+)
 
 _true = property(lambda _: True)
 _false = property(lambda _: False)
@@ -69,50 +78,11 @@ class GroupBackend(TorchBackend):
         """Whether the group can be formed anew."""
         return bool(self._require_group().supports_reconfigure)
 
-    def get_reconfigure_handle(self) -> str:
-        """Returns the text by which the other members name this process."""
-        return str(self._require_group().get_reconfigure_handle())
-
-    def reconfigure(self, opts: Any) -> Any:
-        """Forms the group anew."""
-        return self._require_group().reconfigure(opts)
-
-    def rank(self) -> int:
-        """Returns this process's rank in the group."""
-        return int(self._require_group().rank())
-
-    def size(self) -> int:
-        """Returns the number of ranks."""
-        return int(self._require_group().size())
-
     @property
     def options(self) -> TorchBackend.Options:
         """The name of the backend, and the default timeout of operations."""
         group = self._require_group()
         return TorchBackend.Options(group.getBackendName(), group.timeout)
-
-    def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Stores the device of this rank."""
-        self._require_group().eager_connect_single_device(device)
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing: torch calls it on ranks outside a split, which gradwire does not need."""
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """Returns the name under which the group's backend is registered."""
-        return str(self._require_group().getBackendName())
-
-    def abort(self) -> None:
-        """Ends the operations in flight with GroupAbortedError."""
-        self._require_group().abort()
-
-    def shutdown(self) -> None:
-        """Releases what the group holds."""
-        self._require_group().shutdown()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the default timeout of later operations."""
-        self._require_group().set_timeout(timeout)
 
     def _require_group(self) -> Any:
         group = self._group()
@@ -122,13 +92,13 @@ class GroupBackend(TorchBackend):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def operation(self: GroupBackend, *args: Any) -> Any:
+    def method(self: GroupBackend, *args: Any) -> Any:
         return getattr(self._require_group(), name)(*args)
 
-    operation.__name__ = name
-    operation.__doc__ = f"Calls the group's `{name}`."
-    return operation
+    method.__name__ = name
+    method.__doc__ = f"Calls the group's `{name}`."
+    return method
 
 
-for _name in OPERATIONS:
+for _name in (*OPERATIONS, *_OTHER_METHODS):
     setattr(GroupBackend, _name, _forward(_name))
