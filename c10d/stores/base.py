@@ -6,11 +6,13 @@ torch.distributed.Store are there, under the names that Python code uses (`delet
 torch's C++ calls (`deleteKey`).
 """
 
+import contextlib
 import math
 import operator
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -19,7 +21,6 @@ from ...net.security import Credentials, printable_lines
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_types import TorchStore
-from . import lifetime
 from .limits import MAX_BYTES, MAX_FIELDS
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "to_seconds"]
@@ -69,7 +70,7 @@ class Store(TorchStore):
         self._parent = parent
         TorchStore.set_timeout(self, timedelta(seconds=to_seconds(timeout)))
         if parent is None:
-            lifetime.keep_alive(self)
+            _keep_alive(self)
         else:
             parent._views[self] = None
 
@@ -270,7 +271,7 @@ class Store(TorchStore):
             self._release()
         finally:
             if self._parent is None:
-                lifetime.release(self)
+                _open_stores.pop(self, None)
             else:
                 self._parent._views.pop(self, None)
 
@@ -375,3 +376,28 @@ def _encode(value: Value) -> bytes:
         return value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"the value is {value!r}: it cannot be written as UTF-8; give bytes") from None
+
+
+# C++ code that was given a Python store (a torch.distributed.PrefixStore, a process group) does not keep the
+# Python object alive, and its calls fail once that object is gone. So stores are kept alive until they are closed.
+
+_open_stores: dict[Store, None] = {}
+_process = 0
+
+
+def _keep_alive(store: Store) -> None:
+    """Holds a reference to a store until it is closed; closes it when the process ends before that."""
+    global _process  # noqa: PLW0603 - a forked process starts over
+    if _process != os.getpid():
+        _process = os.getpid()
+        # The parent's stores stay in `_open_stores`. They cannot be used in this process, but freeing them would
+        # close connections that the parent still uses.
+        # Finalize, unlike atexit, also runs in the children of multiprocessing.
+        Finalize(None, _close_all, exitpriority=10)
+    _open_stores[store] = None
+
+
+def _close_all() -> None:
+    for store in reversed(list(_open_stores)):
+        with contextlib.suppress(Exception):  # the process is ending, so nobody could handle the error
+            store.close()

@@ -1,5 +1,6 @@
 """Looks under the prefixes of a store, and describes it in messages."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,14 +10,21 @@ from ..torch_types import TorchStore, TorchTCPStore
 from .file import FileStore
 from .tcp import TCPStore
 
-__all__ = ["describe_store", "innermost_store", "is_insecure_store", "store_credentials", "store_host"]
+__all__ = ["describe_store", "innermost_store", "is_insecure_store", "layers", "store_credentials", "store_host"]
+
+
+def layers(store: Any) -> Iterator[Any]:
+    """Yields a store and those of which it is a view, as PrefixStores are, gradwire's or torch's."""
+    yield store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+        yield store
 
 
 def innermost_store(store: Any) -> Any:
-    """Returns the store under any number of PrefixStores, gradwire's or torch's."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+    """Returns the store under all views of it."""
+    *_, innermost = layers(store)
+    return innermost
 
 
 def store_host(store: TorchStore | None) -> str:
@@ -26,22 +34,13 @@ def store_host(store: TorchStore | None) -> str:
 
 def store_credentials(store: Any) -> Credentials | None:
     """Returns the credentials of a store, or of one under its prefixes; else those in the environment, if any."""
-    while True:
-        found = getattr(store, "credentials", None)
-        if isinstance(found, Credentials):
-            return found
-        if not hasattr(store, "underlying_store"):
-            return Credentials.from_environment()
-        store = store.underlying_store
+    found = (getattr(each, "credentials", None) for each in layers(store))
+    return next((each for each in found if isinstance(each, Credentials)), None) or Credentials.from_environment()
 
 
 def is_insecure_store(store: Any) -> bool:
     """Returns whether a store, or one under its prefixes, was opened with `insecure=True` (see Store.insecure)."""
-    while not getattr(store, "insecure", False):
-        if not hasattr(store, "underlying_store"):
-            return False
-        store = store.underlying_store
-    return True
+    return any(getattr(each, "insecure", False) for each in layers(store))
 
 
 def describe_store(store: TorchStore) -> str:

@@ -45,13 +45,13 @@ _LOGGED = frozenset(
 
 
 @final
-class DurableState:
-    """A KeyValueState whose changes are in a journal; see there for what the methods do."""
+class DurableState(KeyValueState):
+    """A KeyValueState whose changes are in a journal."""
 
     def __init__(self, journal: Journal, limits: StoreLimits) -> None:
         """Restores the state from the journal. Raises StoreError if that is damaged."""
         self._journal = journal
-        self._limits = limits
+        self._limits_in_use = limits
         self._popped: defaultdict[str, list[bytes]] = defaultdict(list)
         """By queue, the items whose receipt has not been confirmed."""
         self._pops: dict[tuple[int, int], Operation] = {}
@@ -59,22 +59,22 @@ class DurableState:
         self._restore()
 
     def _restore(self) -> None:
-        self._state = KeyValueState()
+        super().__init__()  # without limits: what is in the log has been accepted
         self._answers: OrderedDict[int, dict[int, Outcome]] = OrderedDict()
         """By client and number, the outcomes of operations that have changed something."""
         self._answer_bytes = 0
         for change in self._journal.read():
             self._replay(change)
-        self._state.limits = self._limits
+        self.limits = self._limits_in_use
         for name, items in self._popped.items():
             for item in items:
-                self._state.remove(name, item)
+                self.remove(name, item)
 
     def _replay(self, change: Operation) -> None:
         if change.kind == store_pb2.REMEMBER:
             self._remember(change, Outcome(values=change.values, number=change.amount))
         elif change.kind == store_pb2.QUEUE_REMOVE:
-            self._state.remove(change.keys[0], change.values[0])
+            self.remove(change.keys[0], change.values[0])
             self._remember(change, Outcome(values=change.values))
         elif change.kind != store_pb2.IDENTIFY:
             if problem := problem_of(change):
@@ -82,25 +82,7 @@ class DurableState:
                     f"the log has a change that cannot be replayed: {problem}. Start the store with the gradwire "
                     "that has written it"
                 )
-            self._remember(change, self._state.apply(change))
-
-    @property
-    def joined(self) -> int:
-        """The number of clients that have joined since the store was started."""
-        return self._state.joined
-
-    @property
-    def exceeded(self) -> str:
-        """See KeyValueState."""
-        return self._state.exceeded
-
-    @exceeded.setter
-    def exceeded(self, limit: str) -> None:
-        self._state.exceeded = limit
-
-    def missing(self, operation: Operation) -> list[str]:
-        """Returns the keys that an operation would have to wait for."""
-        return self._state.missing(operation)
+            self._remember(change, super().apply(change))
 
     def answer_of(self, operation: Operation) -> Outcome | None:
         """Returns the outcome of an operation that its client sends again; None if it is to be run."""
@@ -113,7 +95,7 @@ class DurableState:
         """Runs one operation, and logs it if it has changed something. If that fails, it has changed nothing."""
         if operation.kind in _LOGGED:
             return self._apply_logged(operation)
-        outcome = self._state.apply(operation)
+        outcome = super().apply(operation)
         if operation.kind == store_pb2.JOIN:
             outcome.store = self._journal.identity
         elif operation.kind == store_pb2.QUEUE_POP and outcome.values:
@@ -127,21 +109,21 @@ class DurableState:
             self._journal.append(operation)
         except StoreError as error:
             return _refusal(error)
-        version = self._state.version
+        version = self.version
         try:
-            outcome = self._state.apply(operation)
+            outcome = super().apply(operation)
         except BaseException:
             self._journal.take_back()
             raise
-        if self._state.version == version:
+        if self.version == version:
             self._journal.take_back()
             return outcome
         try:
             self._journal.commit()
         except StoreError as error:  # of the disk itself, so seldom that reading the whole log does not matter
-            joined = self._state.joined
+            joined = self.joined
             self._restore()
-            self._state.joined = joined
+            self.joined = joined
             return _refusal(error)
         self._remember(operation, outcome)
         self._shorten()
@@ -172,7 +154,7 @@ class DurableState:
     def put_back(self, operation: Operation, item: bytes) -> None:
         """Puts an item back to the front of the queue from which an operation has popped it."""
         self._end_pop(operation, item)
-        self._state.put_back(operation, item)
+        super().put_back(operation, item)
 
     def close(self) -> None:
         """Closes the journal."""
@@ -196,7 +178,7 @@ class DurableState:
         for name, items in self._popped.items():
             for item in items:
                 yield Operation(kind=store_pb2.QUEUE_PUSH, keys=[name], values=[item])
-        yield from self._state.operations()
+        yield from self.operations()
         for client, answers in self._answers.items():
             for number, outcome in answers.items():
                 yield Operation(
@@ -214,7 +196,10 @@ class DurableState:
         self._discard_acknowledged(operation)
         answers = self._answers.setdefault(operation.client, {})
         self._answers.move_to_end(operation.client)
-        self._put(answers, operation.number, outcome)
+        if operation.number in answers:
+            self._drop(answers, operation.number)
+        answers[operation.number] = outcome
+        self._answer_bytes += outcome.ByteSize()
         while len(answers) > MAX_OUTCOMES:
             self._drop(answers, min(answers))
         while len(self._answers) > 1 and (
@@ -231,12 +216,6 @@ class DurableState:
         if answers := self._answers.get(operation.client):
             for number in [number for number in answers if number < operation.acknowledged_below]:
                 self._drop(answers, number)
-
-    def _put(self, answers: dict[int, Outcome], number: int, outcome: Outcome) -> None:
-        if number in answers:
-            self._drop(answers, number)
-        answers[number] = outcome
-        self._answer_bytes += outcome.ByteSize()
 
     def _drop(self, answers: dict[int, Outcome], number: int) -> None:
         self._answer_bytes -= answers.pop(number).ByteSize()

@@ -11,43 +11,34 @@ from .state import KeyValueState, may_satisfy_waiters
 __all__ = ["HashStore"]
 
 
-class _SharedState:
-    """The keys of a HashStore and its clones."""
-
-    def __init__(self) -> None:
-        self.state = KeyValueState()
-        self.changed = threading.Condition()
-
-
 @final
 class HashStore(Store):
     """A store that the threads of one process share."""
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._shared = _SharedState()
+        self._state, self._changed = KeyValueState(), threading.Condition()
         super().__init__(timeout)
 
     def clone(self) -> "HashStore":
         """Opens another HashStore on the same keys."""
         twin = HashStore(self.timeout)
-        twin._shared = self._shared
+        twin._state, twin._changed = self._state, self._changed
         return twin
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
-        state, changed = self._shared.state, self._shared.changed
         deadline = time.monotonic() + seconds
-        with changed:
-            while state.missing(operation):
+        with self._changed:
+            while self._state.missing(operation):
                 if self._closed:
                     raise self._closed_error()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     break
-                changed.wait(remaining)
-            outcome = state.apply(operation)
+                self._changed.wait(remaining)
+            outcome = self._state.apply(operation)
             if may_satisfy_waiters(operation):
-                changed.notify_all()
+                self._changed.notify_all()
             return outcome
 
     def _release(self) -> None:
-        with self._shared.changed:
-            self._shared.changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()

@@ -24,53 +24,45 @@ from ...net.user_sockets import (
     store_socket_name,
 )
 
-__all__ = ["LocalSocket", "StoreTarget", "find_store", "reserve_port", "who_listens"]
+__all__ = ["StoreTarget", "find_store", "listen_locally", "reserve_port", "who_listens"]
 
 
-@final
-class LocalSocket:
-    """The socket of a server.
+def listen_locally(
+    listen: Callable[[str], object], host: str, port: int, *, insecure: bool = False
+) -> SocketFile | None:
+    """Has a server listen on a socket, whose file it returns; None if there can be none, and a port will do.
 
     Args:
         listen: has the server listen on an address of gRPC.
         host: that of the server, for messages.
         port: by which clients find the socket.
+        insecure: whether a port will do.
 
     Raises:
         StoreNetworkError: another store of this user has the port.
         StoreError: there is no directory that only this user can use.
     """
-
-    def __init__(self, listen: Callable[[str], object], host: str, port: int) -> None:
-        try:
-            self._file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))
-            with self._file.claim():
-                listen(f"{UNIX_SCHEME}{self._file.bind_path}")
-        except FileExistsError as error:
-            raise StoreNetworkError(
-                f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
-                "(EADDRINUSE): another store of this user has this port"
-            ) from error
-        except (UnsafePathError, TimeoutError) as error:
-            raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
-
-    def remove(self) -> None:
-        """Removes the socket."""
-        self._file.remove()
+    try:
+        file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))
+        with file.claim():
+            listen(f"{UNIX_SCHEME}{file.bind_path}")
+    except FileExistsError as error:
+        raise StoreNetworkError(
+            f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
+            "(EADDRINUSE): another store of this user has this port"
+        ) from error
+    except (UnsafePathError, TimeoutError) as error:
+        if insecure:
+            return None
+        raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
+    return file
 
 
 def reserve_port(address: str, port: int) -> socket.socket | None:
-    """Keeps a port from other programs, without listening there.
+    """Keeps a port, or a free one for 0, from other programs, without listening there.
 
-    Args:
-        address: a numeric address of this host.
-        port: the port; 0 for a free one.
-
-    Returns:
-        A socket that has the port; None if another user has it.
-
-    Raises:
-        OSError: a process of this user listens there, or the address is none of this host.
+    Returns a socket that has the port; None if another user has it. Raises OSError if a process of this user
+    listens there, or the address, a numeric one, is none of this host.
     """
     kept = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:

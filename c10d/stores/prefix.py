@@ -1,10 +1,11 @@
 """A store whose keys are part of another store's."""
 
-from typing import Any, cast, final
+from typing import cast, final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_types import TorchStore
+from .describe import innermost_store
 from .view import StoreView
 
 __all__ = ["PrefixStore"]
@@ -42,10 +43,7 @@ class PrefixStore(StoreView):
     @property
     def _underlying_non_prefix_store(self) -> TorchStore:
         """The store under all prefixes. The name is torch's."""
-        store: Any = self._store
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return cast(TorchStore, store)
+        return cast(TorchStore, innermost_store(self))
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         operation.keys[:] = [self._prefix + key for key in operation.keys]

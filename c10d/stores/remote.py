@@ -249,9 +249,13 @@ class RemoteServer:
             connected = grpc.channel_ready_future(self._open(seconds).channel)
         except StoreNetworkError:
             return False
-        is_ready = _wait_for_future(connected, max(0.0, deadline - time.monotonic()))
-        connected.cancel()
-        return is_ready
+        try:
+            connected.result(max(0.0, deadline - time.monotonic()))
+        except grpc.FutureTimeoutError:
+            return False
+        finally:
+            connected.cancel()
+        return True
 
     def _problem(self, seconds: float) -> str:
         """Returns why this process cannot use the server, as far as its credentials are the reason."""
@@ -260,7 +264,11 @@ class RemoteServer:
         return tls_problem(self._host, self._port, self._identity, seconds)
 
     def execute(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
-        """Runs an operation on the server, which may wait for `seconds`: see `_Connection.execute`."""
+        """Runs an operation on the server, which may wait for keys for `seconds`; see ANSWER_TIMEOUT_S, too.
+
+        Waits `restart_timeout` seconds, at most, until a server that is gone is started again. Raises StoreError
+        if the server has ended or does not answer, or this connection is closed.
+        """
         if not self._store:
             try:
                 return self._execute_once(operation, seconds)
@@ -342,15 +350,6 @@ class RemoteServer:
             requests.put(None)
             call.cancel()  # has no effect on a call that is done
         return outcome
-
-
-def _wait_for_future(future: Any, seconds: float) -> bool:
-    """Waits at most `seconds` for a gRPC future; returns whether it is done."""
-    try:
-        future.result(seconds)
-    except grpc.FutureTimeoutError:
-        return False
-    return True
 
 
 def _details(error: grpc.RpcError) -> str:

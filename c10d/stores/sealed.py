@@ -21,7 +21,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_types import TorchFileStore, TorchStore, TorchTCPStore
 from .base import Store
-from .describe import describe_store, innermost_store
+from .describe import describe_store, innermost_store, layers
 from .hash import HashStore
 from .tcp import TCPStore
 from .view import StoreView
@@ -70,11 +70,10 @@ def seal(store: TorchStore, credentials: Credentials | None, *, insecure: bool =
 
 def _is_protected(store: Any) -> bool:
     """Returns whether the values of a store need no sealing, whatever the credentials."""
-    while hasattr(store, "underlying_store"):
-        if isinstance(store, SealedStore):
-            return True
-        store = store.underlying_store
-    return isinstance(store, HashStore) or (isinstance(store, TCPStore) and store.credentials is not None)
+    return any(
+        isinstance(each, SealedStore | HashStore) or (isinstance(each, TCPStore) and each.credentials is not None)
+        for each in layers(store)
+    )
 
 
 def _is_open_to_other_users(store: Any) -> bool:

@@ -22,11 +22,11 @@ from ...net.inheritance import note_listener
 from ...net.listening import ListenSettings
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from ...net.unauthenticated import MAX_ROUND_TRIP_S, half_of_descriptors
+from ...net.user_sockets import SocketFile
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from .durable import DurableState
 from .limits import MAX_BYTES, StoreLimits
-from .local_socket import LocalSocket, reserve_port
+from .local_socket import listen_locally, reserve_port
 from .parsing import parse_operation
 from .state import KeyValueState, may_satisfy_waiters, problem_of
 
@@ -95,7 +95,7 @@ class StoreServer:
     All methods must be called on the event loop.
     """
 
-    def __init__(self, limits: StoreLimits, state: DurableState | None = None) -> None:
+    def __init__(self, limits: StoreLimits, state: KeyValueState | None = None) -> None:
         """Args: limits: what the store holds. state: that of a store which can be started again."""
         self._limits: Final = limits
         self.audit: Final = Audit("")
@@ -109,7 +109,7 @@ class StoreServer:
         self._closing = False
         self._encrypts = False
         self._server: grpc.aio.Server | None = None
-        self._socket: LocalSocket | None = None
+        self._socket: SocketFile | None = None
         self._reserved: list[socket.socket] = []
         """Those that keep the port of a server that listens on no port."""
 
@@ -162,7 +162,7 @@ class StoreServer:
             bound = _bind(takes_port, host, port)
             note_listener(self, bound, *resolve(host))
             if is_local or (identity is None and _is_wildcard(host)):
-                self._socket = _listen_locally(server, host, bound, insecure=insecure)
+                self._socket = listen_locally(server.add_insecure_port, host, bound, insecure=insecure)
         except BaseException:
             await server.stop(None)
             self._release_addresses()
@@ -384,18 +384,6 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
-
-
-def _listen_locally(server: grpc.aio.Server, host: str, port: int, *, insecure: bool) -> LocalSocket | None:
-    """Has a server listen on its unix socket. Returns it; None if there can be none and a port will do."""
-    try:
-        return LocalSocket(server.add_insecure_port, host, port)
-    except StoreNetworkError:
-        raise
-    except StoreError:
-        if not insecure:
-            raise
-        return None
 
 
 def _is_wildcard(host: str) -> bool:

@@ -3,7 +3,6 @@
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
@@ -49,7 +48,6 @@ def may_satisfy_waiters(operation: Operation) -> bool:
     return operation.kind in _SATISFYING
 
 
-@final
 class KeyValueState:
     """The keys and values of a store, and its queues, whose names are separate from the keys.
 

@@ -1,7 +1,7 @@
 """TCPStore: a key-value store that one process, the master, hosts, and that others use over gRPC."""
 
 from collections.abc import Mapping
-from typing import Protocol, final
+from typing import final
 
 from ...errors import StoreError
 from ...net.addresses import allows_insecure, host_for_listening, require_trusted
@@ -85,7 +85,7 @@ class TCPStore(Store):
         self._host = host_name
         self._port = port
         self.insecure = insecure
-        self._connection: _Connection
+        self._connection: HostedServer | RemoteServer
         if is_master:
             if master_listen_fd is not None:
                 port = take_over_port(master_listen_fd, port)
@@ -148,35 +148,6 @@ class TCPStore(Store):
 
     def _release(self) -> None:
         self._connection.close()
-
-
-class _Connection(Protocol):
-    """A connection to the store's server: a `RemoteServer`, or on the master a `HostedServer`."""
-
-    def join(self, seconds: float) -> None:
-        """Registers this process as a user of the store; on the master, waits for the expected number of users.
-
-        Args:
-            seconds: how long to wait for the server and the other users.
-
-        Raises:
-            StoreError: the server did not answer, or the other users did not join, within `seconds`.
-        """
-
-    def execute(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
-        """Runs an operation on the server, and returns its outcome.
-
-        Args:
-            operation: the operation.
-            seconds: how long the operation may wait for keys; the answer may take `ANSWER_TIMEOUT_S` longer.
-            restart_timeout: for how many seconds to wait, at most, until a server that is gone is started again.
-
-        Raises:
-            StoreError: the server has ended or does not answer, or the connection is closed.
-        """
-
-    def close(self) -> None:
-        """Closes the connection; on the master, stops the server after its last user in this process."""
 
 
 def _check_arguments(host: str, port: int, world_size: int | None, is_master: bool) -> None:

@@ -18,7 +18,7 @@ from gradwire.c10d import StoreLimits, TCPStore, rendezvous
 from gradwire.c10d.stores import durable, journal, remote
 from gradwire.c10d.stores.durable import DurableState
 from gradwire.c10d.stores.journal import Journal
-from gradwire.c10d.stores.local_socket import LocalSocket
+from gradwire.c10d.stores.local_socket import listen_locally
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.c10d.stores.serving import serve
 from gradwire.c10d.stores.state import KeyValueState
@@ -45,8 +45,8 @@ def opened(path: str) -> DurableState:
     return DurableState(Journal(path), StoreLimits())
 
 
-def contents(state: DurableState | KeyValueState) -> list[Operation]:
-    return list((state._state if isinstance(state, DurableState) else state).operations())
+def contents(state: KeyValueState) -> list[Operation]:
+    return list(state.operations())
 
 
 def add(number: int, client: int = 7, **fields: int) -> Operation:
@@ -388,7 +388,7 @@ def answering(request) -> Iterator[int]:
     handlers = {method: grpc.unary_unary_rpc_method_handler(execute)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     port = free_port()
-    listening = LocalSocket(server.add_insecure_port, "127.0.0.1", port)
+    listening = listen_locally(server.add_insecure_port, "127.0.0.1", port)
     server.start()
     yield port
     server.stop(None).wait()
