@@ -13,10 +13,9 @@ from typing import Any
 import torch.distributed
 
 from ..net.security import Credentials
-from .groups.api import init_process_group, new_group, split_group
+from .groups.api import init_process_group, monitored_barrier, new_group, split_group
 from .groups.backends import register_backends
 from .groups.dump import dump_flight_recorder, dump_flight_recorder_on_signal
-from .groups.monitored_barrier import monitored_barrier
 from .groups.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,

@@ -27,7 +27,7 @@ from .mpiexec import rendezvous_under_mpiexec
 from .options import GroupOptions
 from .process_group import ProcessGroup
 
-__all__ = ["full_names", "init_process_group", "new_group", "split_group"]
+__all__ = ["full_names", "init_process_group", "monitored_barrier", "new_group", "split_group"]
 
 _PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
 
@@ -213,6 +213,28 @@ def split_group(
     )
     assert isinstance(group, TorchProcessGroup)
     return group
+
+
+def monitored_barrier(
+    group: TorchProcessGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Waits until all ranks have called it, as barrier does, but through the group's store.
+
+    Args:
+        group: the default group if None.
+        timeout: a timedelta or seconds; the group's timeout if None.
+        wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording too.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
+            every absent rank.
+        RankLostError: a rank has died, or has left without reaching the barrier.
+    """
+    found = dist.group.WORLD if group is None else group
+    if isinstance(found, ProcessGroup):
+        found.monitored_barrier(timeout, wait_all_ranks)
+    else:
+        dist.monitored_barrier(found, None if timeout is None else _timedelta(timeout), wait_all_ranks)
 
 
 def full_names(backend: str | None) -> str:

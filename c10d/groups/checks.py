@@ -23,11 +23,7 @@ __all__ = [
 
 
 def single_item(name: str, tensors: Any) -> Any:
-    """Returns the only item of a list, in which torch passes the tensor (or list of tensors) of a rank.
-
-    Raises:
-        ValueError: there is not exactly one.
-    """
+    """Returns the only item of a list, in which torch passes the tensor (or list of tensors) of a rank."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:

@@ -166,13 +166,7 @@ class Collectives(TorchProcessGroup):
         ]
         return self.start(CollectiveCall(name, steps, staging, inputs, outputs, call_options(opts, None)))
 
-    def gather(
-        self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
-        timeout: Time = None,
-    ) -> Result:
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies rank r's tensor into the r-th output of the root; all have one size."""
         tensor = single_item("gather", input_tensors)
         root = self._root("gather", opts)
@@ -205,13 +199,7 @@ class Collectives(TorchProcessGroup):
             CollectiveCall(name, [step], staging, [input], outputs, call_options(opts, None), root=root)
         )
 
-    def scatter(
-        self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
-        timeout: Time = None,
-    ) -> Result:
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies the root's r-th input into rank r's tensor; all have one size."""
         tensor = single_item("scatter", output_tensors)
         root = self._root("scatter", opts)
@@ -356,13 +344,7 @@ class Collectives(TorchProcessGroup):
     def _root_list(self, name: str, what: str, lists: Any, root: int, is_flat: bool) -> list[Tensor]:
         """Returns the list of tensors that only the root gives.
 
-        Args:
-            name: of the collective.
-            what: the tensors are, for messages.
-            lists: the tensors; or, as torch gives them, a list of that list on the root and an empty list
-                elsewhere.
-            root: the root's rank.
-            is_flat: whether `lists` is the list of tensors itself.
+        Unless `is_flat`, it is in a list, as torch gives it; elsewhere than on the root that list is empty.
         """
         parts = list(lists if is_flat else (lists[0] if lists else []))
         if self.rank() == root:

@@ -133,10 +133,9 @@ class GroupCore:
     # Engines.
 
     def engine(self, device_type: str) -> Engine:
-        """Returns the engine for a type of device.
+        """Returns the engine for a type of device; see ProcessGroup.engine.
 
-        The first call for a device makes the engine, so all ranks must make that call together. A group that has
-        failed makes none, but raises its error: nothing would close the engine.
+        A group that has failed makes none, but raises its error: nothing would close the engine.
         """
         engine = self._engines.get(device_type)
         if engine is None:
@@ -171,10 +170,7 @@ class GroupCore:
         return self._process != os.getpid()
 
     def start(self, call: CollectiveCall) -> PendingOperation | None:
-        """Starts an operation on the engine of the tensors' device.
-
-        Returns None if the operation is done already; with `call.options.is_sync` it is done in any case.
-        """
+        """Starts an operation on the engine of the tensors' device. If it is done, may return None."""
         self.require_own_process()
         self._raise_if_failed()
         if torch.is_inference_mode_enabled():  # engines' temporary tensors are written to by other threads
@@ -274,11 +270,7 @@ class GroupCore:
     def _run_blocking(
         self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
     ) -> PendingOperation | int | None:
-        """Runs an operation on a blocking engine.
-
-        Returns:
-            The rank that sent, if it is a receive; or what the engine has started and not yet done.
-        """
+        """Runs an operation on a blocking engine. Returns the rank that sent, or what has been started."""
         source: int | None = None
         started: list[PendingOperation] = []
         try:
@@ -325,16 +317,10 @@ class GroupCore:
                 pending.wait(None)
 
     def wait_for_all_ranks(self, store: TorchStore, keys: Sequence[str], timeout_s: float) -> bool:
-        """Waits until each rank has set its key in a store. Returns whether all have in time.
+        """Waits until each rank has set its key in a store, the group's. Returns whether all have in time.
 
-        Args:
-            store: the group's, or a view of it.
-            keys: by rank.
-            timeout_s: seconds to wait.
-
-        Raises:
-            RankLostError: a rank has left without having set its key, or the store has gone with it.
-            Exception: the group has failed with it.
+        Raises the error with which the group has failed, and RankLostError if a rank has left without having set
+        its key, or if the store has gone with it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -405,10 +391,7 @@ class GroupCore:
                 )
 
     def fail_from_engine(self, error: Exception) -> None:
-        """Makes the group fail with an error that an engine has found.
-
-        If a rank has just said that it leaves, the group fails with that error instead, as it is the cause.
-        """
+        """Makes the group fail with an error that an engine has found, or with its cause: a rank that leaves."""
         self.fail(self._first_departure or error)
 
     def wait_for_cause(self, seconds: float) -> Exception | None:
@@ -475,11 +458,8 @@ class GroupCore:
         self._end(GroupAbortedError(f"rank {self.rank} aborted the group"))
 
     def shutdown(self) -> None:
-        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError.
-
-        Does nothing in a forked child: the group is the parent's.
-        """
-        if self._is_inherited():
+        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError."""
+        if self._is_inherited():  # the group is the parent's
             return
         self._drain_engines()
         self._end(GroupAbortedError(f"rank {self.rank} shut the group down"))
@@ -529,12 +509,7 @@ class GroupCore:
                 engine.drain()
 
     def _end(self, error: Exception, reason: str = "") -> None:
-        """Fails the group with an error, tells the other ranks, stops threads and closes engines.
-
-        Args:
-            error: of operations that are still in flight.
-            reason: how the rank leaves; if empty, the error is shown.
-        """
+        """Fails the group with an error, tells the other ranks the reason, stops threads and closes engines."""
         self._fail(error)
         self._closing.set()
         with self._lock:

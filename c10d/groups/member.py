@@ -80,15 +80,7 @@ class GroupMember:
     def agree(
         self, handle: GroupHandle, *, min_size: int, max_size: int | None, window_s: float, timeout_s: float
     ) -> tuple[int, list[str]]:
-        """Leaves the old ranks, and agrees with the processes that do the same on the new ones.
-
-        Returns:
-            The number of the agreement, and the handles of the members in the order of their new ranks.
-
-        Raises:
-            ProcessGroupError: not enough members arrived in time, or the store failed.
-            UnsupportedOperationError: the engine cannot form a group anew.
-        """
+        """Leaves the old ranks, and agrees on the new ones; see gradwire.c10d.rendezvous_reconfigure."""
         self._require_support()
         with self._lock:
             core = self.core
@@ -114,20 +106,12 @@ class GroupMember:
                 raise _not_formed(core.rank, error) from error
 
     def reconfigure(self, key: str, texts: Collection[str], timeout_s: float) -> GroupCore:
-        """Leaves the old ranks, and forms the group with these members.
+        """Leaves the old ranks, and forms the group with these members; see gradwire.c10d.reconfigure.
 
         Args:
             key: what all members call this attempt.
             texts: the handles of the members; see `parse_handles` for their ranks.
             timeout_s: seconds that all of it may take.
-
-        Returns:
-            The core of the new group.
-
-        Raises:
-            ProcessGroupError: the group did not form in time. The next attempt may succeed.
-            UnsupportedOperationError: the engine cannot form a group anew.
-            ValueError: the handles are wrong, or this process's is not among them.
         """
         self._require_support()
         handles = parse_handles(texts)
@@ -155,11 +139,7 @@ class GroupMember:
             return core
 
     def use_uuid(self, uuid: int) -> None:
-        """Marks a uuid as used.
-
-        Raises:
-            ProcessGroupError: it has been used before.
-        """
+        """Marks a uuid as used. Raises ProcessGroupError if it has been used before."""
         if uuid in self._used_uuids:
             raise ProcessGroupError(f"uuid {uuid} was already used for this group: give another for each attempt")
         self._used_uuids.add(uuid)

@@ -19,14 +19,6 @@ def rendezvous_under_mpiexec(
 ) -> Rendezvous:
     """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together.
 
-    Args:
-        timeout: default timeout of the store's operations, and how long to try to connect to it.
-        insecure: allow an address that is not a loopback address, without credentials.
-        credentials: those of the store; by default those in the environment.
-
-    Returns:
-        The store, and this process's rank in MPI's world and the size of that world.
-
     Raises:
         RendezvousError: rank 0 could not host the store. Raised on all ranks.
         ProcessGroupError: MPI cannot be used.

@@ -6,6 +6,7 @@ engine `nccl`. With G GPUs in each process, the i-th tensor of rank r is number 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -55,11 +56,7 @@ def broadcast_multigpu(
     name = "broadcast_multigpu"
     target = _checked_group(name, group, tensor_list)
     root = _root(name, target, src, "src_tensor", src_tensor, len(tensor_list))
-    staging = Staging()
-    tensors = staging.outputs(tensor_list)
-    steps = [partial(plans.broadcast, tensor=tensor, root=root) for tensor in tensors]
-    step = Step("multigpu", name, tensors, tensors, steps)
-    return _start(target, name, step, staging, tensor_list, tensor_list, async_op=async_op)
+    return _start_in_place(target, name, tensor_list, partial(plans.broadcast, root=root), async_op=async_op)
 
 
 def all_reduce_multigpu(
@@ -70,11 +67,8 @@ def all_reduce_multigpu(
     target = _checked_group(name, group, tensor_list)
     reduction = Reduction.of(op)
     check_reduction(name, reduction, tensor_list)
-    staging = Staging()
-    tensors = staging.outputs(tensor_list)
-    steps = [partial(plans.all_reduce, tensor=tensor, reduction=reduction) for tensor in tensors]
-    step = Step("multigpu", name, tensors, tensors, steps)
-    return _start(target, name, step, staging, tensor_list, tensor_list, async_op=async_op)
+    plan = partial(plans.all_reduce, reduction=reduction)
+    return _start_in_place(target, name, tensor_list, plan, async_op=async_op)
 
 
 def reduce_multigpu(
@@ -94,11 +88,8 @@ def reduce_multigpu(
     root = _root(name, target, dst, "dst_tensor", dst_tensor, len(tensor_list))
     reduction = Reduction.of(op)
     check_reduction(name, reduction, tensor_list)
-    staging = Staging()
-    tensors = staging.outputs(tensor_list)
-    steps = [partial(plans.reduce, tensor=tensor, root=root, reduction=reduction) for tensor in tensors]
-    step = Step("multigpu", name, tensors, tensors, steps)
-    return _start(target, name, step, staging, tensor_list, tensor_list, async_op=async_op)
+    plan = partial(plans.reduce, root=root, reduction=reduction)
+    return _start_in_place(target, name, tensor_list, plan, async_op=async_op)
 
 
 def all_gather_multigpu(
@@ -124,9 +115,8 @@ def all_gather_multigpu(
         partial(plans.all_gather, outputs=outputs, tensor=tensor)
         for outputs, tensor in zip(lists, tensors, strict=True)
     ]
-    kept = [*tensors, *(output for outputs in lists for output in outputs)]
-    written = [output for outputs in output_tensor_lists for output in outputs]
-    step = Step("multigpu", name, tensors, kept, steps)
+    step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
+    written = list(chain(*output_tensor_lists))
     return _start(target, name, step, staging, input_tensor_list, written, async_op=async_op)
 
 
@@ -160,9 +150,8 @@ def reduce_scatter_multigpu(
         partial(plans.reduce_scatter, tensor=tensor, inputs=inputs, reduction=reduction)
         for tensor, inputs in zip(tensors, lists, strict=True)
     ]
-    kept = [*tensors, *(each for inputs in lists for each in inputs)]
-    read = [each for inputs in input_tensor_lists for each in inputs]
-    step = Step("multigpu", name, tensors, kept, steps)
+    step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
+    read = list(chain(*input_tensor_lists))
     return _start(target, name, step, staging, read, output_tensor_list, async_op=async_op)
 
 
@@ -187,11 +176,7 @@ def _checked_group(name: str, group: Any, tensors: Tensors) -> ProcessGroup:
 
 
 def _check_lists(name: str, what: str, lists: Sequence[Tensors], size: int, tensors: Tensors) -> None:
-    """Checks the lists of outputs or inputs.
-
-    There must be one list for each of this process's tensors, with one tensor for each tensor of all `size` ranks,
-    of the size and dtype and on the device of this process's tensor.
-    """
+    """Checks that there is a list for each tensor of this process, with one like it for each of all ranks."""
     if len(lists) != len(tensors):
         raise ValueError(
             f"{name} takes a list of {what} for each of the {len(tensors)} GPUs, but got {len(lists)}"
@@ -211,6 +196,16 @@ def _root(name: str, group: ProcessGroup, rank: int, what: str, index: int, coun
     if not 0 <= index < count:
         raise ValueError(f"{name}: {what} is {index}, but there are {count} tensors")
     return dist.get_group_rank(group, rank) * count + index
+
+
+def _start_in_place(
+    group: ProcessGroup, name: str, tensors: Tensors, plan: Callable[..., Plan], *, async_op: bool
+) -> TorchWork | None:
+    """Starts a collective that reads and writes the same tensors, by a plan for each of them."""
+    staging = Staging()
+    staged = staging.outputs(tensors)
+    step = Step("multigpu", name, staged, staged, [partial(plan, tensor=tensor) for tensor in staged])
+    return _start(group, name, step, staging, tensors, tensors, async_op=async_op)
 
 
 def _start(

@@ -35,7 +35,7 @@ from .options import GroupOptions
 from .torch_backend import GroupBackend
 from .work import GroupWork
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "require_no_hints"]
 
 
 @final
@@ -137,9 +137,9 @@ class ProcessGroup(Collectives):
         Args:
             opts: a ReconfigureOptions, gradwire's or torch's.
         """
-        _require_no_hints(opts.hints)
+        require_no_hints(opts.hints)
         self._member.use_uuid(opts.uuid)
-        return self._reconfigure(f"uuid/{opts.uuid}", opts.handles, opts.timeout)
+        return self.form_anew(f"uuid/{opts.uuid}", opts.handles, opts.timeout)
 
     def rendezvous_reconfigure(
         self, *, timeout: Timeout | None, min_size: int | None, max_size: int | None, window: Timeout
@@ -158,23 +158,8 @@ class ProcessGroup(Collectives):
             timeout_s=self._timeout_s(timeout),
         )
 
-    def reconfigure_by_agreement(
-        self,
-        *,
-        timeout: timedelta | None,
-        hints: Mapping[str, str],
-        min_size: int | None,
-        max_size: int | None,
-        window: Timeout,
-    ) -> GroupWork:
-        """Forms the group anew with all who call this; see gradwire.c10d.reconfigure."""
-        _require_no_hints(hints)
-        number, handles = self.rendezvous_reconfigure(
-            timeout=timeout, min_size=min_size, max_size=max_size, window=window
-        )
-        return self._reconfigure(f"round/{number}", handles, timeout)
-
-    def _reconfigure(self, key: str, handles: Collection[str], timeout: Timeout | None) -> GroupWork:
+    def form_anew(self, key: str, handles: Collection[str], timeout: Timeout | None) -> GroupWork:
+        """Forms the group of these members, who all give this key. The Work that it returns is done."""
         core = self._member.reconfigure(key, handles, self._timeout_s(timeout))
         self._finalizer.detach()
         self._use_core(core)
@@ -197,13 +182,7 @@ class ProcessGroup(Collectives):
         """Returns the number of ranks; -1 if the group has none yet."""
         return self._core.size
 
-    def getRank(self) -> int:  # noqa: N802
-        """Returns `rank()`, for torch's C++."""
-        return self._core.rank
-
-    def getSize(self) -> int:  # noqa: N802
-        """Returns `size()`, for torch's C++."""
-        return self._core.size
+    getRank, getSize = rank, size  # noqa: N815  # for torch's C++
 
     @property
     def options(self) -> GroupOptions:
@@ -243,23 +222,8 @@ class ProcessGroup(Collectives):
         subgroup.expected_devices = self._device_types if device_types is None else device_types
         return subgroup
 
-    def monitored_barrier(
-        self,
-        timeout: Timeout | None = None,
-        wait_all_ranks: bool = False,
-    ) -> None:
-        """Waits until all ranks have called it, as barrier does, but through the group's store.
-
-        Args:
-            timeout: a timedelta or seconds; the group's timeout if None.
-            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording
-                too.
-
-        Raises:
-            CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
-                every absent rank.
-            RankLostError: a rank has died, or has left without reaching the barrier.
-        """
+    def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it; see gradwire.c10d.monitored_barrier."""
         self._core.require_own_process()
         self._store_barrier.wait(
             self._timeout_s(timeout), self._core.wait_for_all_ranks, wait_all_ranks=wait_all_ranks
@@ -370,7 +334,7 @@ class ProcessGroup(Collectives):
         return False
 
 
-def _require_no_hints(hints: Mapping[str, str]) -> None:
+def require_no_hints(hints: Mapping[str, str]) -> None:
     """Raises ValueError if there are hints. Called first, so that a refused call does not end the group."""
     if hints:
         raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")

@@ -38,12 +38,7 @@ def _event_name(call: CollectiveCall) -> str:
 
 @final
 class OperationEvent:
-    """The profiler event of one operation. It begins when it is constructed.
-
-    Args:
-        backend: name under which the backend of the operation's engine is registered.
-        call: the operation.
-    """
+    """The profiler event of one operation of a backend. It begins when it is constructed."""
 
     def __init__(self, backend: str, call: CollectiveCall) -> None:
         name = f"{backend}:{_event_name(call)}"
@@ -80,17 +75,8 @@ class OperationEvent:
         return self._ended.is_set()
 
     def end_with(self, pending: PendingOperation, *, is_point_to_point: bool) -> PendingOperation:
-        """Ends the event when an operation is done.
-
-        Args:
-            pending: the operation.
-            is_point_to_point: end the event only when somebody asks for the operation: Gloo completes sends and
-                receives only then, so a callback would make a thread ask.
-
-        Returns:
-            The operation to use in place of `pending`.
-        """
-        if not is_point_to_point:
+        """Ends the event when an operation is done. Returns the operation to use in its place."""
+        if not is_point_to_point:  # Gloo completes those when somebody asks, so a callback would make a thread ask
             pending.on_done(self.end)
         return _ProfiledOperation(pending, self)
 

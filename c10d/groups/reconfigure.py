@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..stores.base import Timeout, to_seconds
 from ..torch_types import TorchProcessGroup, TorchWork
-from .process_group import ProcessGroup
+from .process_group import ProcessGroup, require_no_hints
 
 __all__ = [
     "ReconfigureOptions",
@@ -142,14 +142,14 @@ def reconfigure(
     found = _require(group)
     if (uuid is None) != (handles is None):
         raise ValueError("only one of uuid and handles is given: give both, or neither to agree through the store")
-    seconds = None if timeout is None else timedelta(seconds=to_seconds(timeout))
     if uuid is None or handles is None:
-        return found.reconfigure_by_agreement(
-            timeout=seconds, hints=dict(hints or {}), min_size=min_size, max_size=max_size, window=window
+        require_no_hints(hints or {})
+        number, agreed = found.rendezvous_reconfigure(
+            timeout=timeout, min_size=min_size, max_size=max_size, window=window
         )
-    return found.reconfigure(
-        ReconfigureOptions(uuid=uuid, handles=handles, timeout=seconds, hints=dict(hints or {}))
-    )
+        return found.form_anew(f"round/{number}", agreed, timeout)
+    seconds = None if timeout is None else timedelta(seconds=to_seconds(timeout))
+    return found.reconfigure(ReconfigureOptions(uuid=uuid, handles=handles, timeout=seconds, hints=hints or {}))
 
 
 def _group(group: TorchProcessGroup | None) -> Any:

@@ -136,7 +136,12 @@ class GroupWork(TorchWork):
                 if self._pending is None or self._pending.done():
                     done.set_result(None)
                 else:
-                    self._pending.on_done(lambda: _resolve_on_thread(done))
+                    # The callbacks of the future run on the thread. They may wait for operations that the current
+                    # one, that of a serial queue or an engine, would have to run.
+                    thread = threading.Thread(
+                        target=done.set_result, args=(None,), name="gradwire-work", daemon=True
+                    )
+                    self._pending.on_done(thread.start)
             return self._future
 
     def _value(self, _: Future[None]) -> Any:
@@ -166,12 +171,3 @@ _OP_TYPES = {
     "scatter": "SCATTER",
     "send": "SEND",
 }
-
-
-def _resolve_on_thread(future: Future[None]) -> None:
-    """Resolves a future on a thread of its own.
-
-    The future's callbacks run on that thread. They may wait for operations that the current thread, that of a
-    serial queue or an engine, would have to run.
-    """
-    threading.Thread(target=future.set_result, args=(None,), name="gradwire-work", daemon=True).start()

@@ -251,14 +251,7 @@ class Store(TorchStore):
         return True
 
     # Names by which torch's C++ calls two of the methods.
-
-    def deleteKey(self, key: str) -> bool:  # noqa: N802
-        """Calls `delete_key`."""
-        return self.delete_key(key)
-
-    def getNumKeys(self) -> int:  # noqa: N802
-        """Calls `num_keys`."""
-        return self.num_keys()
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
 
     def close(self) -> None:
         """Closes the store and its views; operations that wait in it fail. Further calls do nothing."""

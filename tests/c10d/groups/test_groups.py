@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import c10d
 from gradwire.c10d.groups.api import full_names
-from gradwire.c10d.stores import lifetime
+from gradwire.c10d.stores import base
 from gradwire.errors import RendezvousError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend
 
@@ -169,11 +169,11 @@ def test_the_default_group_is_made_again_in_one_store(workers, tmp_path, backend
 
 def open_stores_after_groups() -> int:
     """Returns how many more stores are open after groups were made and destroyed."""
-    before = len(lifetime._open)
+    before = len(base._open_stores)
     for _ in range(3):
         c10d.destroy_process_group(c10d.new_group())
     gc.collect()
-    return len(lifetime._open) - before
+    return len(base._open_stores) - before
 
 
 def test_a_destroyed_group_closes_its_stores(workers, three):
