@@ -3,7 +3,6 @@
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import entry_points
@@ -18,6 +17,7 @@ from ...net.security import Credentials
 from ...torch_internals import default_timeout
 from ..engines.mpi.world import under_mpiexec
 from ..rendezvous.api import Rendezvous, rendezvous
+from ..rendezvous.hosts import linger
 from ..rendezvous.registration import GroupKind
 from ..stores.base import Timeout, to_seconds
 from ..stores.prefix import PrefixStore
@@ -117,7 +117,7 @@ def init_process_group(
         )
     except BaseException as error:
         if isinstance(error, ProcessGroupError):
-            _linger(found)
+            linger(found.store, "no_group", found.rank, found.world_size or 0, HOST_LINGER_S)
         found.close()
         raise
     # C++ holds the stores, but does not keep their Python objects alive; they are closed with the group.
@@ -126,15 +126,6 @@ def init_process_group(
         world.add_close_callback(partial(_close, found, root))
     else:  # a group of a backend that is not gradwire's
         weakref.finalize(world, _close, found, root)
-
-
-def _linger(found: Rendezvous) -> None:
-    """Keeps the store open until the other ranks have read why there is no group, for at most HOST_LINGER_S."""
-    with suppress(RuntimeError):  # they may never come
-        found.store.set(f"no_group/{found.rank}", "")
-        if found.rank == 0:
-            keys = [f"no_group/{rank}" for rank in range(found.world_size or 0)]
-            found.store.wait(keys, timedelta(seconds=HOST_LINGER_S))
 
 
 def new_group(

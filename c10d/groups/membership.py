@@ -4,11 +4,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast, final
+from typing import final
 
 from ...errors import GroupAbortedError
 from ..engines.base import Engine, Setup
-from ..stores.base import Store
 from ..stores.prefix import PrefixStore
 from ..torch_types import TorchStore
 from .backends import best_engine
@@ -57,7 +56,8 @@ class GroupMembership:
         Raises the error that keeps the group from forming, or with which this worker has left meanwhile.
         """
         spec = self._spec
-        store = PrefixStore(spec.name, cast(Any, spec.store).clone())
+        with PrefixStore(spec.name, spec.store) as shared:
+            store = shared.clone()
         try:
             store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
             with self._lock:
@@ -76,7 +76,7 @@ class GroupMembership:
                 )
             )
         finally:
-            _close(store)
+            store.close()
         with self._lock:
             self._engine = engine
             self._raise_if_left()
@@ -101,14 +101,10 @@ class GroupMembership:
     def cancel_join(self) -> None:
         """Makes a `join` that waits for other members fail."""
         if (store := self._store) is not None:
-            _close(store)
+            store.close()
 
     def release(self, error: Exception | None = None) -> None:
-        """Leaves the group and closes its engine, which no thread may be using.
-
-        Args:
-            error: the reason, if it is an error.
-        """
+        """Leaves the group, with an error if there is one, and closes its engine, which no thread may be using."""
         with self._lock:
             engine, self._engine = self._engine, None
             self._error = self._error or error or GroupAbortedError(f"the group {self._spec.name} has ended")
@@ -119,10 +115,3 @@ class GroupMembership:
     def _raise_if_left(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _close(store: PrefixStore) -> None:
-    """Closes a prefix store and the clone under it."""
-    store.close()
-    if isinstance(under := store.underlying_store, Store):
-        under.close()

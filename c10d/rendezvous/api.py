@@ -117,30 +117,29 @@ def rendezvous(
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
         address = StoreAddress("the store", "given").with_identity(rank, world_size).checked(dynamic=dynamic)
         sealed = seal(store, credentials, insecure=allows_insecure(insecure))
-        close = sealed.close if isinstance(sealed, SealedStore) else _nothing
+        close = sealed.close if isinstance(sealed, SealedStore) else lambda: None
         return _register(address, sealed, close, name, kind)
     address = parse_url("env://" if url is None else url).with_identity(rank, world_size)
     address = address.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
     if address.host:
         action = "hosting a store on" if address.hosts_store else "connecting to"
-        _require_trusted(address, insecure or _protects(credentials, address), action, kind)
+        trusted = insecure or _protects(credentials, address)
+        try:
+            require_trusted(address.host, insecure=trusted, action=action, how_to_allow=kind.how_to_allow)
+        except StoreError as error:
+            raise _cannot_join(address, error) from error
     try:
         opened, close = _open(address, seconds, insecure, credentials)
     except StoreError as error:
         if address.hosts_store:
             _report_rank_conflict(address, insecure, credentials, name, kind)
         hint = _TORCH_STORE_HINT if address.rank == 0 and torch.distributed.is_initialized() else ""
-        error_class = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
-        raise error_class(f"rank {address.rank} cannot join its group at {address.url}: {error}{hint}") from error
+        raise _cannot_join(address, error, hint) from error
     try:
         return _register(address, opened, close, name, kind)
     except BaseException:
         close()
         raise
-
-
-def _nothing() -> None:
-    pass
 
 
 def _protects(credentials: Credentials | None, address: StoreAddress) -> bool:
@@ -173,11 +172,9 @@ def _open(
     return tcp, tcp.close
 
 
-def _require_trusted(address: StoreAddress, trusted: bool, action: str, kind: GroupKind) -> None:
-    try:
-        require_trusted(address.host, insecure=trusted, action=action, how_to_allow=kind.how_to_allow)
-    except StoreError as error:
-        raise RendezvousError(f"rank {address.rank} cannot join its group at {address.url}: {error}") from error
+def _cannot_join(address: StoreAddress, error: StoreError, hint: str = "") -> RendezvousError:
+    error_class = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
+    return error_class(f"rank {address.rank} cannot join its group at {address.url}: {error}{hint}")
 
 
 def _open_launcher_store(

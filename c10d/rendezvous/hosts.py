@@ -14,7 +14,7 @@ from ...net.listening import ADVERTISED_VARIABLE, HOST_VARIABLE, ListenSettings
 from ..stores.describe import store_host
 from ..torch_types import TorchStore
 
-__all__ = ["gather_consenting_hosts", "gather_hosts", "insecure_problem", "listen"]
+__all__ = ["gather_consenting_hosts", "gather_hosts", "insecure_problem", "linger", "listen"]
 
 REFUSAL_TIMEOUT_S = 5.0
 """Seconds for which rank 0 waits until the other ranks know why there is no group."""
@@ -25,12 +25,7 @@ def gather_hosts(
 ) -> list[HostIdentity]:
     """Returns `HostIdentity.here()` of every rank. All ranks must call it, once for a store.
 
-    Args:
-        store: shared by the ranks.
-        rank: this process's rank.
-        size: the number of ranks.
-        timeout_s: seconds to wait for the other ranks.
-        insecure: whether this rank allows connections to other hosts without credentials.
+    `insecure` says whether this rank allows connections to other hosts without credentials.
     """
     store.set(f"host/{rank}", HostIdentity.here(insecure=insecure).to_json())
     keys = [f"host/{other}" for other in range(size)]
@@ -41,15 +36,12 @@ def gather_hosts(
 def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[int] = ()) -> str:
     """Returns why ranks must not be connected without credentials; empty if they may be.
 
-    On several hosts, or as several users of one, all of them must allow it.
+    On several hosts, or as several users of one, all of them must allow it. Returns the same on all ranks.
 
     Args:
         hosts: those of the ranks.
         what: connects them, for the message.
         ranks: to which the hosts belong; 0, 1 and so on by default.
-
-    Returns:
-        The same on all ranks; empty if they may be connected.
     """
     pairs = zip(ranks or range(len(hosts)), hosts, strict=True)
     refusing = [str(rank) for rank, host in pairs if not host.insecure]
@@ -84,13 +76,17 @@ def gather_consenting_hosts(
     """
     hosts = gather_hosts(store, rank, size, timeout_s, insecure=insecure)
     if problem := insecure_problem(hosts, what):
-        # Rank 0 may host the store, which ends with this error: the others must have read why by then.
-        with suppress(RuntimeError):
-            store.set(f"refused/{rank}", "")
-            if rank == 0:
-                store.wait([f"refused/{other}" for other in range(size)], timedelta(seconds=REFUSAL_TIMEOUT_S))
+        linger(store, "refused", rank, size, REFUSAL_TIMEOUT_S)
         raise ProcessGroupError(problem)
     return hosts
+
+
+def linger(store: TorchStore, key: str, rank: int, size: int, timeout_s: float) -> None:
+    """Notes that this rank knows why there is no group. Rank 0 waits until all do: it may host the store."""
+    with suppress(RuntimeError):  # they may never come
+        store.set(f"{key}/{rank}", "")
+        if rank == 0:
+            store.wait([f"{key}/{other}" for other in range(size)], timedelta(seconds=timeout_s))
 
 
 def listen(hosts: Sequence[HostIdentity], store: TorchStore) -> tuple[socket.socket, str]:

@@ -36,13 +36,7 @@ class LaunchedProcess:
 def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Returns what the launcher of a process says of it; None if no launcher has started it.
 
-    The first of these counts that is in the environment:
-
-    1. RANK and WORLD_SIZE, which torchrun and `gradwire spawn` set.
-    2. JOB_COMPLETION_INDEX and WORLD_SIZE: an Indexed Job of Kubernetes whose manifest sets WORLD_SIZE.
-    3. PMI_RANK and PMI_SIZE, or OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE: mpiexec. It comes before Slurm,
-       since mpiexec starts its processes by srun in a Slurm job.
-    4. SLURM_PROCID and SLURM_NTASKS, in what srun has started.
+    RANK and WORLD_SIZE come first, which torchrun and `gradwire spawn` set; then those of `launcher_variables`.
 
     Raises:
         RendezvousError: one of a pair is missing, or they are no rank and size; or the process runs in the batch
@@ -67,9 +61,8 @@ def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | N
 def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns RANK and WORLD_SIZE as far as a launcher says them by other variables, and they are not set.
 
-    Raises:
-        RendezvousError: a launcher says one of them only; or this is the batch script of a Slurm job of several
-            tasks.
+    mpiexec comes before Slurm, since it starts its processes by srun in a Slurm job. Raises RendezvousError if a
+    launcher says one of them only, or if this is the batch script of a Slurm job of several tasks.
     """
     if environment.get("RANK"):
         return {}

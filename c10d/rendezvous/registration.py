@@ -71,11 +71,7 @@ class Registration:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads the result of `to_json`.
-
-        Raises:
-            RendezvousError: `text` is something else.
-        """
+        """Reads the result of `to_json`. Raises RendezvousError if `text` is something else."""
         kinds = {"name": str, "rank": int, "world_size": int, "process": str, "description": str}
         try:
             found = parse_dict(text, kinds)

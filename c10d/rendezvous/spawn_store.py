@@ -45,11 +45,7 @@ class SpawnStore:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "SpawnStore | None":
-        """Returns the store of which environment variables tell; None if there is none.
-
-        Raises:
-            RendezvousError: the variable is not what `to_environment` returns.
-        """
+        """Returns the store of which environment variables tell; None if there is none."""
         if not (text := environment.get(_VARIABLE)):
             return None
         try:

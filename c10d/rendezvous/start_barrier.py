@@ -2,34 +2,42 @@
 
 Everything goes through the store. Each member registers: that shows whether two processes have one rank, or were
 given different world sizes. Then each member writes a record and waits for the outcome of the round. Whoever finds
-all records, or finds a conflict, publishes the outcome; all members read the same (see barrier_rounds.py).
+all records, or finds a conflict, publishes the outcome.
+
+One store may serve several groups, one after the other, and failed attempts. Each attempt is a round, counted from
+0. A round ends with an outcome, which is published once, by compare-and-set, so that all processes read the same:
+success, a failure, or a conflict between two processes. A conflict is also reported to every process that arrives
+after it.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NoReturn, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 from ...errors import RendezvousError
-from ...net.exchanged_values import parse_list
+from ...net.exchanged_values import parse_list, unexpected_value
 from ...net.host_identity import network_id
+from ...net.security import printable_lines
 from ...net.waiting import wait_with_warnings
 from ..stores.describe import describe_store, innermost_store
 from ..stores.file import FileStore
 from ..stores.tcp import TCPStore
 from ..stores.torch_store import wait as wait_for_keys
 from ..torch_types import TorchStore, TorchTCPStore
-from .barrier_rounds import BarrierRounds, Outcome
 from .registration import GroupKind, Registration
 
-__all__ = ["StartBarrier"]
+__all__ = ["Outcome", "StartBarrier"]
 
 HOST_LINGER_S = 1.0
 """Seconds for which the store's host stays after a failure, so that the other members can read the reason."""
 
 MAX_NAMED_RANKS = 32
+
+MAX_ERROR_CHARACTERS = 16 * 1024
+"""Characters that are shown of why a round has failed, which may name many members."""
 
 TOLD_WITHIN_S, POLLED_WITHIN_S, ANSWERED_WITHIN_S = 0.01, 0.02, 0.002
 """Seconds in which a member learns what another one has written: from a store that tells those who wait, from one
@@ -47,21 +55,35 @@ _STALE_HINT: Final = (
 )
 
 
+class Outcome(NamedTuple):
+    """How a round has ended.
+
+    error: why no group can form; empty if all members have arrived.
+    is_conflict: whether later processes must hear of the error too. A timeout concerns only those that waited.
+    """
+
+    error: str
+    is_conflict: bool = True
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "Outcome":
+        """Reads an outcome from the store. Raises RendezvousError if `text` is something else."""
+        try:
+            error, is_conflict = parse_list(text, str, bool)
+        except ValueError:
+            raise RendezvousError(unexpected_value(text, "the outcome of a rendezvous")) from None
+        return cls(printable_lines(error, MAX_ERROR_CHARACTERS), is_conflict)
+
+
 @final
 class StartBarrier:
-    """One member's side of the barrier: call `register`, then `wait` for each exchange of records.
-
-    Args:
-        store: shared by the members.
-        registration: who this member is.
-        kind: the kind of the group.
-    """
+    """One member's side of the barrier: call `register`, then `wait` for each exchange of records."""
 
     def __init__(self, store: TorchStore, registration: Registration, kind: GroupKind = _DEFAULT_KIND) -> None:
         self._store = store
         self._registration = registration
-        prefix = "/".join(filter(None, ("gradwire/rendezvous", kind.key)))
-        self._rounds = BarrierRounds(store, prefix, registration.process)
+        self._prefix = "/".join(filter(None, ("gradwire/rendezvous", kind.key)))
+        self._round = 0
         self._max_world_size = registration.world_size
         self._hosts_store = False
         self._own_keys: set[str] = set()
@@ -72,27 +94,23 @@ class StartBarrier:
         return self._registration
 
     def predecessor(self) -> Registration | None:
-        """Returns the process that had this member's rank in a group that has formed; None without one.
-
-        Raises:
-            RendezvousError: an earlier round has ended with a conflict that this process has not seen yet.
-        """
+        """Returns the process that had this member's rank in a group that has formed; None without one."""
         self._begin_round()
         holder = self._registered_rank(self._registration.rank)
         if holder is None or holder.process == self._registration.process:
             return None
-        return None if self._store.check([self._rounds.key("present", holder.process)]) else holder
+        return None if self._store.check([self._key("present", holder.process)]) else holder
 
     def former_records(self) -> Iterator[list[bytes]]:
         """Yields the records of earlier rounds that were successful, by rank; those of the latest round first."""
         size = self._registration.world_size
-        for number in reversed(range(self._rounds.number)):
-            keys = [self._rounds.key_of(number, "record", rank) for rank in range(size + 1)]
-            outcome = self._rounds.key_of(number, "outcome")
+        for number in reversed(range(self._round)):
+            keys = [self._key_of(number, "record", rank) for rank in range(size + 1)]
+            outcome = self._key_of(number, "outcome")
             if not self._store.check([*keys[:size], outcome]) or self._store.check([keys[size]]):
                 continue  # nobody, or a group of another size
             if not Outcome.from_json(self._store.get(outcome)).error:
-                yield self._rounds.read(keys[:size])
+                yield self._read(keys[:size])
 
     def succeed(self, predecessor: Registration) -> None:
         """Registers this member for its rank in the place of a process that has ended, if that still has it."""
@@ -103,19 +121,18 @@ class StartBarrier:
             self._own_keys.add(key)
 
     def register(self) -> None:
-        """Registers this member, and compares it with those that have registered.
+        """Registers this member.
 
-        Raises:
-            RendezvousError: another process conflicts with this one. All members that wait here, or arrive later,
-                raise the same.
+        Raises RendezvousError if another process conflicts with this one; so do all members that wait here, or
+        arrive later.
         """
         me = self._registration
         is_dynamic = me.world_size == -1
         if not is_dynamic:
             self._begin_round()
         # Before the other keys: a process in conflict with this one looks here whether this one is about to start.
-        self._store.set(self._rounds.key("present", me.process), "")
-        self._check_world_size(self._register_key(self._rounds.key("world_size")))
+        self._store.set(self._key("present", me.process), "")
+        self._check_world_size(self._register_key(self._key("world_size")))
         if is_dynamic:
             return  # a dynamic group itself keeps ranks unique
         holder = self._register_key(self._rank_key(me.rank))
@@ -124,11 +141,7 @@ class StartBarrier:
         self._hosts_store = me.rank == 0
 
     def check_rank_conflict(self) -> None:
-        """Reports a conflict, and raises it, if another process has registered this member's rank.
-
-        Raises:
-            RendezvousError: another process has.
-        """
+        """Raises RendezvousError, on all members, if another process has registered this member's rank."""
         holder = self._registered_rank(self._registration.rank)
         if holder is not None and holder.process != self._registration.process:
             self._begin_round()
@@ -136,39 +149,31 @@ class StartBarrier:
 
     def register_name(self, name: str) -> Registration:
         """Registers a name for this round. Returns who has it: this member if the name was free."""
-        return self._register_key(self._rounds.key("name", name))
+        return self._register_key(self._key("name", name))
 
     def wait(self, record: str, seconds: float, check: Callable[[list[bytes]], str] = lambda _: "") -> list[bytes]:
         """Writes a record, and waits until all members have.
 
-        Args:
-            record: for the other members.
-            seconds: how long to wait for them.
-            check: returns what conflicts in the records of all members; "" if nothing does.
-
-        Returns:
-            The records, by rank.
-
-        Raises:
-            RendezvousError: members are missing, or a conflict was found. All members raise the same.
+        Returns the records, by rank. Raises RendezvousError if members are missing after some seconds, or if
+        `check` returns what conflicts in the records; all members raise the same.
         """
-        keys = [self._rounds.key("record", rank) for rank in range(self._registration.world_size)]
+        keys = [self._key("record", rank) for rank in range(self._registration.world_size)]
         try:
             self._store.set(keys[self._registration.rank], record)
             if not self._publish_if_complete(keys, check):
                 arrived = wait_with_warnings(
-                    lambda left: self._rounds.has_outcome(left) or self._publish_if_complete(keys, check),
+                    lambda left: self._has_outcome(left) or self._publish_if_complete(keys, check),
                     seconds,
                     lambda: (
                         f"{self._registration} waits for {self._missing(keys)} at {describe_store(self._store)}"
                     ),
                 )
                 if not arrived:
-                    self._rounds.publish(Outcome(self._timeout_message(keys, seconds), is_conflict=False))
-            outcome = self._rounds.outcome()
+                    self._publish(Outcome(self._timeout_message(keys, seconds), is_conflict=False))
+            outcome = self._outcome()
             if outcome.error:
                 self._raise_outcome(outcome)
-            records = self._rounds.read(keys)
+            records = self._read(keys)
         except RendezvousError:
             raise
         except RuntimeError as error:
@@ -179,10 +184,10 @@ class StartBarrier:
         except BaseException as error:
             with suppress(RuntimeError):
                 text = f"{self._registration} stopped waiting: {type(error).__name__}"
-                self._rounds.publish(Outcome(text, is_conflict=False))
+                self._publish(Outcome(text, is_conflict=False))
                 self._unregister()
             raise
-        self._rounds.number += 1
+        self._round += 1
         return records
 
     def go_on_together(self, seconds: float) -> None:
@@ -194,8 +199,8 @@ class StartBarrier:
         Args:
             seconds: after which it returns in any case, as one of them may have ended.
         """
-        size, number = self._registration.world_size, self._rounds.number - 1
-        ready, go = self._rounds.key_of(number, "ready"), self._rounds.key_of(number, "go")
+        size, number = self._registration.world_size, self._round - 1
+        ready, go = self._key_of(number, "ready"), self._key_of(number, "go")
         is_told_at_once = isinstance(innermost_store(self._store), TCPStore | TorchTCPStore)
         notice = (TOLD_WITHIN_S if is_told_at_once else POLLED_WITHIN_S) + min(size * ANSWERED_WITHIN_S, 0.1)
         try:
@@ -212,24 +217,54 @@ class StartBarrier:
             time.sleep(min(notice, max(0.0, moment - time.monotonic())))
 
     def fail(self, problem: str) -> NoReturn:
-        """Ends the round for all members.
-
-        Raises:
-            RendezvousError: with `problem`, or with the error that another member reported before.
-        """
+        """Ends the round for all members. Raises `problem`, or the error that another one reported before."""
         self.report_failure(problem)
-        self._raise_outcome(Outcome(self._rounds.outcome().error or problem))
+        self._raise_outcome(Outcome(self._outcome().error or problem))
 
     def report_failure(self, problem: str) -> None:
         """Ends the round for the other members with this problem. Does not raise it."""
-        self._rounds.publish(Outcome(problem + _STALE_HINT))
+        self._publish(Outcome(problem + _STALE_HINT))
 
     # The round.
 
     def _begin_round(self) -> None:
         """Enters the open round. Raises an earlier round's conflict that this process has not seen yet."""
-        if (unseen := self._rounds.begin()) is not None:
-            self._raise_outcome(unseen)
+        counter, process = f"{self._prefix}/round", self._registration.process
+        self._round = self._store.add(counter, 0)
+        while self._store.check([self._key("outcome")]):
+            outcome = self._outcome()
+            if outcome.is_conflict and not self._store.check([self._key("seen_by", process)]):
+                self._raise_outcome(outcome)
+            following = str(self._round + 1)
+            self._round = int(self._store.compare_set(counter, str(self._round), following))
+
+    def _publish(self, outcome: Outcome) -> None:
+        """Ends the round with this outcome, unless it has one."""
+        self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
+
+    def _outcome(self) -> Outcome:
+        """Waits for the outcome of the round, and returns it."""
+        return Outcome.from_json(self._store.get(self._key("outcome")))
+
+    def _has_outcome(self, timeout_s: float) -> bool:
+        """Waits at most `timeout_s` seconds for the outcome; returns whether there is one."""
+        return wait_for_keys(self._store, [self._key("outcome")], timeout_s)
+
+    def _read(self, keys: Sequence[str]) -> list[bytes]:
+        store: Any = self._store  # torch's stubs lack these two methods
+        return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
+
+    def _key(self, *parts: object) -> str:
+        """Returns a key of the current round."""
+        return self._key_of(self._round, *parts)
+
+    def _key_of(self, number: int, *parts: object) -> str:
+        """Returns a key of a round."""
+        return "/".join((self._prefix, str(number), *map(str, parts)))
+
+    def _seen_keys(self, ranks: Iterable[int]) -> list[str]:
+        """Returns the keys that are set once these ranks have read the outcome."""
+        return [self._key("seen_by_rank", rank) for rank in ranks]
 
     def _check_world_size(self, first: Registration) -> None:
         """Compares this member's world size with that of the first member that registered."""
@@ -253,26 +288,27 @@ class StartBarrier:
         """Publishes the outcome if all records are there; returns whether they are."""
         if not self._store.check(list(keys)):
             return False
-        problem = check(self._rounds.read(keys))
-        self._rounds.publish(Outcome(problem and problem + _STALE_HINT, is_conflict=bool(problem)))
+        problem = check(self._read(keys))
+        self._publish(Outcome(problem and problem + _STALE_HINT, is_conflict=bool(problem)))
         return True
 
     def _report_conflict(self, other: Registration, problem: str) -> NoReturn:
         """Raises a conflict with another process; on all members, if the other process is about to start too."""
         # A group that is running already goes on, undisturbed by a process that arrives later.
-        if other.world_size != -1 and not self._store.check([self._rounds.key("present", other.process)]):
+        if other.world_size != -1 and not self._store.check([self._key("present", other.process)]):
             raise RendezvousError(problem + _STALE_HINT)
         self.fail(problem)
 
     def _raise_outcome(self, outcome: Outcome) -> NoReturn:
         """Records that this member has seen the outcome, keeps the store for the other members, and raises."""
         with suppress(RuntimeError):  # the store's host may have ended
-            self._rounds.mark_seen(self._registration.rank)
+            self._store.set(self._key("seen_by", self._registration.process), "")
+            self._store.set(self._key("seen_by_rank", self._registration.rank), "")
             self._unregister()
         under = innermost_store(self._store)
         if isinstance(under, FileStore):
             if outcome.is_conflict:
-                under.keep_file_until(self._rounds.seen_keys(range(self._max_world_size)))
+                under.keep_file_until(self._seen_keys(range(self._max_world_size)))
         elif self._hosts_store and isinstance(under, TCPStore | TorchTCPStore):
             self._linger(outcome)
         raise RendezvousError(outcome.error)
@@ -283,16 +319,14 @@ class StartBarrier:
             ranks = range(1, self._registration.world_size)
             # Members that arrive after a conflict must hear of it; after a timeout they begin the next round.
             readers = [
-                rank
-                for rank in ranks
-                if outcome.is_conflict or self._store.check([self._rounds.key("record", rank)])
+                rank for rank in ranks if outcome.is_conflict or self._store.check([self._key("record", rank)])
             ]
-            wait_for_keys(self._store, self._rounds.seen_keys(readers), HOST_LINGER_S)
+            wait_for_keys(self._store, self._seen_keys(readers), HOST_LINGER_S)
 
     # Registrations.
 
     def _rank_key(self, rank: int) -> str:
-        return self._rounds.shared_key("rank", rank)
+        return f"{self._prefix}/rank/{rank}"
 
     def _register_key(self, key: str) -> Registration:
         """Writes this member's registration to a key, if it has none. Returns the registration there."""
