@@ -52,13 +52,7 @@ def clock_offset(host: str, port: int, timeout: float = 5.0) -> ClockOffset:
 def offset_by(
     read: Callable[[], float], now: Callable[[], float] = time.time, ticks: Callable[[], float] = time.monotonic
 ) -> ClockOffset:
-    """Returns how far another clock is ahead.
-
-    Args:
-        read: asks for its time, in seconds.
-        now: returns the time of this host.
-        ticks: measures how long an answer takes.
-    """
+    """Returns how far another clock is ahead, which `read` asks for its time, in seconds."""
     best = ClockOffset(0.0, math.inf)
     for _ in range(ROUNDS):
         began, before = ticks(), now()

@@ -18,7 +18,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .journal import Journal
 from .limits import StoreLimits
-from .state import KeyValueState, problem_of
+from .state import ADDING, KeyValueState, problem_of
 
 __all__ = ["DurableState"]
 
@@ -31,17 +31,6 @@ MAX_OUTCOMES = 1 << 10
 
 MAX_OUTCOME_BYTES = 256 << 20
 """Bytes of all outcomes that are remembered."""
-
-_LOGGED = frozenset(
-    {
-        store_pb2.SET,
-        store_pb2.APPEND,
-        store_pb2.ADD,
-        store_pb2.COMPARE_SET,
-        store_pb2.DELETE,
-        store_pb2.QUEUE_PUSH,
-    }
-)
 
 
 @final
@@ -93,7 +82,7 @@ class DurableState(KeyValueState):
 
     def apply(self, operation: Operation) -> Outcome:
         """Runs one operation, and logs it if it has changed something. If that fails, it has changed nothing."""
-        if operation.kind in _LOGGED:
+        if operation.kind in ADDING or operation.kind == store_pb2.DELETE:
             return self._apply_logged(operation)
         outcome = super().apply(operation)
         if operation.kind == store_pb2.JOIN:
@@ -132,8 +121,7 @@ class DurableState(KeyValueState):
     def confirm(self, operation: Operation, item: bytes) -> None:
         """Logs that a client has the item that it has popped.
 
-        Raises:
-            StoreError: it cannot be logged, or the client has asked again since, and has another item.
+        Raises StoreError if that cannot be logged, or the client has asked again since, and has another item.
         """
         if self._pops.get(_key_of(operation)) is not operation:
             raise StoreError("the client has sent this operation again")

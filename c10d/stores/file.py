@@ -170,8 +170,7 @@ class _Replica:
     def remove_store(self, seconds: float) -> None:
         """Ends the use by one store. The last of this process closes the file; the last of all removes it.
 
-        Args:
-            seconds: how long to wait for others that have locked the file. Without the lock, the file stays.
+        If others have the file locked for `seconds`, it stays.
         """
         with self.lock:
             self._store_count -= 1
@@ -187,11 +186,7 @@ class _Replica:
                 self.log.close()  # which releases the lock
 
     def execute(self, operation: Operation) -> Outcome | None:
-        """Runs an operation without waiting. Keys that it would have to wait for are `missing` in the outcome.
-
-        Returns:
-            The outcome; None if the file is locked by others, and nothing has been done.
-        """
+        """Runs an operation without waiting. Returns None if others have the file locked; nothing is done then."""
         is_read_only = operation.kind in _READ_ONLY
         if (is_read_only or self._state.missing(operation)) and not self.log.has_more():
             return self._state.apply(operation)  # as all have it, or a queue still has no item; it needs no lock

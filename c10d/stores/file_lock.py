@@ -21,12 +21,7 @@ class FileLock:
     """The lock of an open file. The kernel releases it when the process that holds it ends."""
 
     def __init__(self, descriptor: int, path: str) -> None:
-        """Locks nothing yet.
-
-        Args:
-            descriptor: of the open file, which the caller closes.
-            path: of the file, for messages.
-        """
+        """Locks nothing yet. The caller closes the descriptor."""
         self._descriptor = descriptor
         self._path = path
 
@@ -37,11 +32,7 @@ class FileLock:
         so it also excludes other stores of this process; POSIX record locks do not. On NFS the kernel implements
         it by record locks.
 
-        Returns:
-            Whether the file is locked now; false if another open file has the lock.
-
-        Raises:
-            StoreError: the file system has no locks.
+        Returns whether the file is locked now. Raises StoreError if the file system has no locks.
         """
         try:
             fcntl.flock(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@ from typing import final
 
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .base import DEFAULT_TIMEOUT, Store, Timeout
-from .state import KeyValueState, may_satisfy_waiters
+from .state import ADDING, KeyValueState
 
 __all__ = ["HashStore"]
 
@@ -35,7 +35,7 @@ class HashStore(Store):
                     break
                 self._changed.wait(remaining)
             outcome = self._state.apply(operation)
-            if may_satisfy_waiters(operation):
+            if operation.kind in ADDING:
                 self._changed.notify_all()
             return outcome
 

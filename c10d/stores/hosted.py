@@ -23,13 +23,7 @@ ANSWER_TIMEOUT_S = 60.0
 class HostedServer:
     """A server in this process. A shared one stops when the last TCPStore of the process that uses it is closed.
 
-    Args:
-        host: name or address to listen on.
-        port: to listen on; 0 for a free one.
-        world_size: number of clients, the master included, that `join` waits for; None not to wait.
-        credentials: what clients must have; None for connections in the clear.
-        limits: what the server holds at most; None for the defaults, or on a shared one for those that it has.
-        insecure: whether everybody may connect who reaches the host, if there are no credentials.
+    The arguments are those of TCPStore; `join` waits for `world_size` users, and for nobody if it is None.
     """
 
     _shared: ClassVar[dict[int, "HostedServer"]] = {}
@@ -101,11 +95,7 @@ class HostedServer:
             raise StoreError(f"{where} has {self._limits}, not {limits}: {same}")
 
     def join(self, seconds: float) -> None:
-        """Counts this user, and waits until `world_size` users have joined.
-
-        Raises:
-            StoreError: they have not within `seconds`.
-        """
+        """Counts this user, and waits until `world_size` have joined. Raises StoreError after `seconds`."""
         self.execute(Operation(kind=store_pb2.JOIN), 0)
         if self._world_size is None:
             return
@@ -149,12 +139,7 @@ def take_over_port(listening: int, port: int) -> int:
 
     gRPC cannot use the socket itself. Clients that connect in between try again.
 
-    Args:
-        listening: file descriptor of the socket.
-        port: the expected port; 0 for any.
-
-    Raises:
-        ValueError: the descriptor is not a socket with a port, or the port is another one.
+    Raises ValueError if the descriptor is not a socket with a port, or the port is another one; 0 stands for any.
     """
     try:
         with socket.socket(fileno=listening) as taken:

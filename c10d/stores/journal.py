@@ -34,12 +34,7 @@ class Journal:
     def __init__(self, path: str, *, sync: bool = False) -> None:
         """Opens the file, and makes it if it does not exist. No other process can use it until it is closed.
 
-        Args:
-            path: of the file.
-            sync: whether each change is on the disk before it is answered.
-
-        Raises:
-            StoreError: the file cannot be used, is of another version or kind, or is damaged.
+        Raises StoreError if the file cannot be used, is of another version or kind, or is damaged.
         """
         self._path = os.path.abspath(path)
         self._sync = sync

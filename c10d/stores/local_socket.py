@@ -37,10 +37,6 @@ def listen_locally(
         host: that of the server, for messages.
         port: by which clients find the socket.
         insecure: whether a port will do.
-
-    Raises:
-        StoreNetworkError: another store of this user has the port.
-        StoreError: there is no directory that only this user can use.
     """
     try:
         file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))

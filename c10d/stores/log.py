@@ -85,12 +85,7 @@ class OperationLog:
     def __init__(self, path: str, kind: bytes = FILE_STORE) -> None:
         """Opens the file, and creates it if it does not exist.
 
-        Args:
-            path: of the file.
-            kind: FILE_STORE or STORE_PROCESS.
-
-        Raises:
-            StoreError: it cannot be opened, is a symbolic link, or belongs to another user.
+        Raises StoreError if it cannot be opened, is a symbolic link, or belongs to another user.
         """
         self.path = path
         self._beginning = kind
@@ -171,11 +166,7 @@ class OperationLog:
         self._end = self._before = _START
 
     def read(self) -> Iterator[Operation]:
-        """Yields the operations after those read so far, without one that is unfinished. Needs the lock.
-
-        Raises:
-            StoreError: the file is not a store, or of another version, or damaged.
-        """
+        """Yields the operations after those read so far, without one that is unfinished. Needs the lock."""
         size = os.fstat(self._file).st_size
         if size < self._end.position:
             raise self._damaged(_CUT)
@@ -239,8 +230,7 @@ class OperationLog:
     def append(self, operation: Operation) -> None:
         """Appends an operation. Needs the exclusive lock, and all records must have been read.
 
-        Raises:
-            StoreError: it could not be written; the file is unchanged.
+        Raises StoreError if it could not be written; the file is unchanged then.
         """
         body = operation.SerializeToString()
         position, records, checksum = self._end

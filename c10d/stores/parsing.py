@@ -18,20 +18,15 @@ _SMALL_BYTES = 1024
 
 
 def parse_operation(data: bytes) -> Operation:
-    """Parses a serialized Operation.
-
-    Raises:
-        DecodeError: `data` is something else, or has more than MAX_FIELDS keys and values.
-    """
+    """Parses an Operation. Raises DecodeError for other bytes, and for more than MAX_FIELDS keys and values."""
     _check_fields(data, MAX_FIELDS, "a store operation")
     return Operation.FromString(data)
 
 
 def parse_outcome(data: bytes) -> Outcome:
-    """Parses a serialized Outcome, which a client has from a server that may not be the one of the job.
+    """Parses an Outcome, which a client has from a server that may not be the one of the job.
 
-    Raises:
-        DecodeError: `data` is something else, or has more than MAX_LISTED keys and values.
+    Raises DecodeError for other bytes, and for more than MAX_LISTED keys and values.
     """
     if len(data) > _SMALL_BYTES:
         _check_fields(data, MAX_LISTED, "the outcome of a store operation")

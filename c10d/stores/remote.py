@@ -96,9 +96,6 @@ class RemoteServer:
             port: of the server.
             identity: what this process shows and demands; None for connections in the clear.
             insecure: whether a server on this host may be another user's.
-
-        Raises:
-            StoreError: the host name cannot be resolved, or this process cannot use gRPC.
         """
         if why := why_grpc_is_unusable():
             raise StoreError(why)
@@ -125,12 +122,7 @@ class RemoteServer:
         return _Calls(note_grpc(grpc.secure_channel(address, self._identity.grpc_channel_credentials(), options)))
 
     def _open(self, seconds: float = 0.0) -> _Calls:
-        """Returns what calls the server; waits for the socket of one on this host.
-
-        Raises:
-            StoreNetworkError: the socket is not there within `seconds`.
-            StoreError: this connection is closed.
-        """
+        """Returns what calls the server; waits `seconds` for the socket of one on this host."""
         if self._calls is not None:
             return self._calls
         deadline, interval = time.monotonic() + seconds, FIND_INTERVALS_S[0]
@@ -202,14 +194,7 @@ class RemoteServer:
         )
 
     def clock(self, seconds: float) -> float:
-        """Returns the time of the server's host in seconds since 1970; needs no `join`.
-
-        Args:
-            seconds: how long to wait for the answer.
-
-        Raises:
-            StoreError: the server does not answer in time, or refuses this process, or is older than this.
-        """
+        """Returns the time of the server's host in seconds since 1970; needs no `join`."""
         try:
             told: Outcome = self._open(seconds).clock(Operation(), timeout=seconds, wait_for_ready=True)
         except (grpc.RpcError, StoreNetworkError) as error:
@@ -232,8 +217,7 @@ class RemoteServer:
     def _wait_until_ready(self, seconds: float) -> bool:
         """Waits at most `seconds` for the connection; returns whether it is made.
 
-        Raises:
-            StoreError: it cannot be made, because the server has other credentials.
+        Raises StoreError as soon as it is known that the server has other credentials.
         """
         deadline = time.monotonic() + seconds
         while not self._is_ready_within(max(0.0, min(DIAGNOSIS_INTERVAL_S, deadline - time.monotonic()))):

@@ -48,9 +48,6 @@ def seal(store: TorchStore, credentials: Credentials | None, *, insecure: bool =
         store: any store.
         credentials: those of the job; None without. Certificates have no secret that all processes share.
         insecure: whether everybody who reaches the store is trusted, if there is no token.
-
-    Raises:
-        StoreError: this user's secret cannot be read or made.
     """
     if _is_protected(store):
         return store
@@ -93,12 +90,9 @@ class SealedStore(StoreView):
     """
 
     def __init__(self, store: TorchStore, credentials: Credentials, *, is_of_user: bool = False) -> None:
-        """Makes a view.
+        """Makes a view of any torch.distributed.Store, with a token as credentials.
 
-        Args:
-            store: any torch.distributed.Store, gradwire's or not.
-            credentials: a token.
-            is_of_user: whether the token is not the job's, but the user's. Then it is used for nothing else.
+        With `is_of_user` that is not the job's, but the user's. Then it is used for nothing else.
         """
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

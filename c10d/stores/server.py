@@ -28,7 +28,7 @@ from ...proto.v1.store_pb2 import Operation, Outcome
 from .limits import MAX_BYTES, StoreLimits
 from .local_socket import listen_locally, reserve_port
 from .parsing import parse_operation
-from .state import KeyValueState, may_satisfy_waiters, problem_of
+from .state import ADDING, KeyValueState, problem_of
 
 __all__ = [
     "CLOCK",
@@ -131,10 +131,6 @@ class StoreServer:
             port: to listen on.
             identity: what this process shows and demands on connections; None for connections in the clear.
             insecure: whether everybody may connect who reaches the host.
-
-        Raises:
-            StoreNetworkError: the port is in use, or the host is not this machine.
-            StoreError: there is no directory for the unix socket, or this process cannot use gRPC.
         """
         # Requests are parsed by the handlers: gRPC would log the traceback of what is no Operation.
         serializer = Outcome.SerializeToString
@@ -201,14 +197,9 @@ class StoreServer:
         self.audit.close()
 
     async def execute(self, operation: Operation, context: "_Context | None" = None) -> Outcome:
-        """Runs one operation, which may wait for its `timeout_ms`.
+        """Runs one operation, which may wait for its `timeout_ms`, for a client's call or for this process.
 
-        Args:
-            operation: what to run.
-            context: of the client's call; None if this process runs it.
-
-        Raises:
-            StoreError: the server is about to stop.
+        Raises StoreError if the server is about to stop.
         """
         if (answer := self._answer_of(operation)) is not None:
             return answer
@@ -234,7 +225,7 @@ class StoreServer:
                     del self._waiters[key]
         outcome = self._state.apply(operation)
         self._record_limit(self._state.exceeded, context)
-        if may_satisfy_waiters(operation):
+        if operation.kind in ADDING:
             for key in operation.keys:
                 _wake_all(self._waiters.get(key, {}))
         elif operation.kind == store_pb2.JOIN:
@@ -400,12 +391,8 @@ def _bind(add: Callable[[str, int], int], host: str, port: int) -> int:
     """Takes a port on every address of `host`, and returns it; one that GRADWIRE_PORTS allows if `port` is 0.
 
     gRPC itself listens on whichever addresses are free. With `localhost` on a port that another program uses for
-    IPv4, that would be IPv6 only, and clients would reach one program or the other.
-
-    Args:
-        add: takes a port on an address, any port for 0, and returns it; raises RuntimeError if it cannot.
-        host: name or address.
-        port: the port.
+    IPv4, that would be IPv6 only, and clients would reach one program or the other. `add` takes a port on an
+    address, any port for 0, and returns it; it raises RuntimeError if it cannot.
     """
     bound, problem = 0, errno.EADDRNOTAVAIL
     ports = ListenSettings.from_environment().ports

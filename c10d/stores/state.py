@@ -8,7 +8,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .limits import MAX_BYTES, MAX_LISTED, StoreLimits
 
-__all__ = ["KeyValueState", "may_satisfy_waiters", "problem_of"]
+__all__ = ["ADDING", "KeyValueState", "problem_of"]
 
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 _INT64 = range(-(2**63), 2**63)
@@ -19,9 +19,8 @@ _FIELD_BYTES = 8
 _MAX_SHOWN = 200
 """Characters of a key or a value that error messages show."""
 
-_SATISFYING = frozenset(
-    {store_pb2.SET, store_pb2.ADD, store_pb2.APPEND, store_pb2.COMPARE_SET, store_pb2.QUEUE_PUSH}
-)
+ADDING = frozenset({store_pb2.SET, store_pb2.ADD, store_pb2.APPEND, store_pb2.COMPARE_SET, store_pb2.QUEUE_PUSH})
+"""Operations that may add a key or a queue item that another operation waits for."""
 
 _COUNTS: dict[int, tuple[int | None, int | None]] = {
     store_pb2.SET: (None, None),
@@ -41,11 +40,6 @@ _COUNTS: dict[int, tuple[int | None, int | None]] = {
     store_pb2.LEAVE: (0, 0),
 }
 """Numbers of keys and values of each kind of operation. None: any number; SET has as many keys as values."""
-
-
-def may_satisfy_waiters(operation: Operation) -> bool:
-    """Returns whether this operation may add a key or a queue item that another operation waits for."""
-    return operation.kind in _SATISFYING
 
 
 class KeyValueState:

@@ -28,20 +28,10 @@ MAX_POLL_INTERVAL_S = 0.05
 def execute(store: TorchStore, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
     """Runs an operation through the public methods of a store.
 
-    Setting or getting several keys is atomic only if the store has multi_set and multi_get.
+    Setting or getting several keys is atomic only if the store has multi_set and multi_get. The outcome has
+    `missing` if keys did not appear within `seconds`, and `error` if the value to ADD to is not a number.
 
-    Args:
-        store: a store that is not gradwire's.
-        operation: the operation.
-        seconds: how long the operation may wait for keys.
-        closed: an event that ends the wait when it is set.
-
-    Returns:
-        The outcome. It has `missing` if keys did not appear in time, and `error` if the value to ADD to is not a
-        number.
-
-    Raises:
-        StoreError: the store failed for another reason than a timeout, or `closed` was set during a wait.
+    Raises StoreError if the store failed for another reason than a timeout, or `closed` was set during a wait.
     """
     try:
         return _HANDLERS[operation.kind](store, operation, seconds, closed)
@@ -59,20 +49,10 @@ def execute(store: TorchStore, operation: Operation, seconds: float, closed: thr
 
 
 def wait(store: TorchStore, keys: Sequence[str], seconds: float, closed: threading.Event | None = None) -> bool:
-    """Waits until a store has values for all of these keys.
+    """Waits until a store, gradwire's or not, has values for all of these keys; returns whether it has in time.
 
-    Args:
-        store: any store, gradwire's or not.
-        keys: the keys to wait for.
-        seconds: how long to wait at most.
-        closed: an event that ends the wait when it is set. Ignored for gradwire's stores.
-
-    Returns:
-        Whether all keys had a value in time.
-
-    Raises:
-        StoreError: `closed` was set during the wait, or a gradwire store failed.
-        RuntimeError: another store failed.
+    Raises StoreError if `closed` was set during the wait (which only stores that are not gradwire's look at) or a
+    gradwire store failed, RuntimeError if another one did.
     """
     if isinstance(store, Store):  # waits without polling, and can be interrupted
         with suppress(StoreTimeoutError):

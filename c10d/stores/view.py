@@ -15,7 +15,6 @@ class StoreView(Store):
     """A view of another store, gradwire's or not. Closing it leaves the underlying store open."""
 
     def __init__(self, store: TorchStore) -> None:
-        """Makes a view of any torch.distributed.Store."""
         self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
         self._own_clone: Store | None = None
         self._closed_event = threading.Event()
