@@ -12,18 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend
 
-from ...errors import ProcessGroupError
+from ...errors import ProcessGroupError, RendezvousError
+from ...net.host_identity import HostIdentity, can_share_loopback
+from ...net.interfaces import LOOPBACK, address_for_others
 from ...net.security import Credentials
 from ...torch_internals import default_timeout
-from ..engines.mpi.world import under_mpiexec
+from ..engines.mpi.world import MpiWorld, under_mpiexec
 from ..rendezvous.api import Rendezvous, rendezvous
 from ..rendezvous.hosts import linger
 from ..rendezvous.registration import GroupKind
 from ..stores.base import Timeout, to_seconds
 from ..stores.prefix import PrefixStore
+from ..stores.tcp import TCPStore
 from ..torch_types import TorchProcessGroup, TorchStore
 from .backends import BUILTIN_ENGINES
-from .mpiexec import rendezvous_under_mpiexec
 from .options import GroupOptions
 from .process_group import ProcessGroup
 
@@ -84,7 +86,7 @@ def init_process_group(
     _check_names(names)  # before this rank waits for the others
     limit = default_timeout if timeout is None else _timedelta(timeout)
     if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
-        found = rendezvous_under_mpiexec(limit, insecure=insecure, credentials=credentials)
+        found = _rendezvous_under_mpiexec(limit, insecure=insecure, credentials=credentials)
     else:
         found = rendezvous(
             init_method,
@@ -126,6 +128,36 @@ def init_process_group(
         world.add_close_callback(partial(_close, found, root))
     else:  # a group of a backend that is not gradwire's
         weakref.finalize(world, _close, found, root)
+
+
+def _rendezvous_under_mpiexec(
+    timeout: timedelta, *, insecure: bool, credentials: Credentials | None
+) -> Rendezvous:
+    """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together.
+
+    Raises:
+        RendezvousError: rank 0 could not host the store. Raised on all ranks.
+        ProcessGroupError: MPI cannot be used.
+    """
+    comm = MpiWorld.from_mpiexec().comm
+    rank, size = comm.rank, comm.size
+    host = LOOPBACK if can_share_loopback(comm.allgather(HostIdentity.here())) else address_for_others()
+    open_store = partial(
+        TCPStore, timeout=timeout, wait_for_workers=False, insecure=insecure, credentials=credentials
+    )
+    store: TCPStore | None = None
+    problem = ""
+    if rank == 0:
+        try:
+            store = open_store(host, 0, is_master=True)
+        except Exception as error:
+            problem = str(error)
+    host, port, problem = comm.bcast((host, 0 if store is None else store.port, problem))
+    if problem:
+        raise RendezvousError(f"rank 0 under mpiexec cannot host the store: {problem}")
+    if store is None:
+        store = open_store(host, port)
+    return Rendezvous(store, rank, size, store.close)
 
 
 def new_group(

@@ -7,17 +7,25 @@ and the outcomes.
 
 A queue_pop is done when its client has confirmed the item. Until then the item is in the log, though not in the
 queue: a store that is started again has it in the queue, for the client that asks again, or for another one.
+
+The log is an OperationLog. A change is appended before it is answered, so it survives the process; with `sync`,
+it is on the disk by then, and survives the host too. When the file has grown enough, another one takes its place
+that has the present state only.
 """
 
+import logging
+import os
+import secrets
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import final
 
 from ...errors import StoreError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from .journal import Journal
 from .limits import StoreLimits
+from .log import STORE_PROCESS, OperationLog
 from .state import ADDING, KeyValueState, problem_of
 
 __all__ = ["DurableState"]
@@ -32,27 +40,61 @@ MAX_OUTCOMES = 1 << 10
 MAX_OUTCOME_BYTES = 256 << 20
 """Bytes of all outcomes that are remembered."""
 
+ID_BYTES = 16
+
+MIN_GROWTH_BYTES = 16 << 20
+"""Bytes by which the file grows at least before it is rewritten; else it has to double."""
+
+log = logging.getLogger(__name__)
+
 
 @final
 class DurableState(KeyValueState):
-    """A KeyValueState whose changes are in a journal."""
+    """A KeyValueState whose changes are in a log, which no other process can use until it is closed."""
 
-    def __init__(self, journal: Journal, limits: StoreLimits) -> None:
-        """Restores the state from the journal. Raises StoreError if that is damaged."""
-        self._journal = journal
+    def __init__(self, path: str, limits: StoreLimits, *, sync: bool = False) -> None:
+        """Restores the state from the log, which is made if it does not exist.
+
+        Args:
+            path: of the log.
+            limits: what the store holds at most.
+            sync: whether each change is on the disk before it is answered.
+
+        Raises:
+            StoreError: the file cannot be used, is of another version or kind, or is damaged.
+        """
+        self._path = os.path.abspath(path)
+        self._sync = sync
         self._limits_in_use = limits
         self._popped: defaultdict[str, list[bytes]] = defaultdict(list)
         """By queue, the items whose receipt has not been confirmed."""
         self._pops: dict[tuple[int, int], Operation] = {}
         """By client and number, the last pop that has an item whose receipt has not been confirmed."""
-        self._restore()
+        self._log = _open_log(self._path)
+        try:
+            self._restore()
+        except BaseException:
+            self._log.close()
+            raise
+        self._rewritten_bytes = self._log.size
 
     def _restore(self) -> None:
         super().__init__()  # without limits: what is in the log has been accepted
         self._answers: OrderedDict[int, dict[int, Outcome]] = OrderedDict()
         """By client and number, the outcomes of operations that have changed something."""
         self._answer_bytes = 0
-        for change in self._journal.read():
+        self._log.rewind()
+        changes = self._log.read()
+        first = next(changes, None)
+        if first is None:
+            first = Operation(kind=store_pb2.IDENTIFY, values=[secrets.token_bytes(ID_BYTES)])
+            self._log.append(first)
+            self._log.sync()
+        if first.kind != store_pb2.IDENTIFY:
+            raise StoreError(f"the store's file {self._path!r} does not begin with the identity of a store")
+        self._identity = first.values[0]
+        """Which store it is: random bytes that the log keeps."""
+        for change in changes:
             self._replay(change)
         self.limits = self._limits_in_use
         for name, items in self._popped.items():
@@ -65,17 +107,17 @@ class DurableState(KeyValueState):
         elif change.kind == store_pb2.QUEUE_REMOVE:
             self.remove(change.keys[0], change.values[0])
             self._remember(change, Outcome(values=change.values))
-        elif change.kind != store_pb2.IDENTIFY:
-            if problem := problem_of(change):
-                raise StoreError(
-                    f"the log has a change that cannot be replayed: {problem}. Start the store with the gradwire "
-                    "that has written it"
-                )
+        elif problem := problem_of(change):
+            raise StoreError(
+                f"the log has a change that cannot be replayed: {problem}. Start the store with the gradwire that "
+                "has written it"
+            )
+        else:
             self._remember(change, super().apply(change))
 
     def answer_of(self, operation: Operation) -> Outcome | None:
         """Returns the outcome of an operation that its client sends again; None if it is to be run."""
-        if operation.store and operation.store != self._journal.identity:
+        if operation.store and operation.store != self._identity:
             return Outcome(error="another store has been started here, without the log of the one that was joined")
         self._discard_acknowledged(operation)
         return self._answers.get(operation.client, {}).get(operation.number) if operation.client else None
@@ -86,7 +128,7 @@ class DurableState(KeyValueState):
             return self._apply_logged(operation)
         outcome = super().apply(operation)
         if operation.kind == store_pb2.JOIN:
-            outcome.store = self._journal.identity
+            outcome.store = self._identity
         elif operation.kind == store_pb2.QUEUE_POP and outcome.values:
             self._popped[operation.keys[0]].append(outcome.values[0])
             self._pops[_key_of(operation)] = operation
@@ -95,27 +137,27 @@ class DurableState(KeyValueState):
     def _apply_logged(self, operation: Operation) -> Outcome:
         """Runs an operation that may change something. It is in the log before that, in case there is no room."""
         try:
-            self._journal.append(operation)
+            self._log.append(operation)
         except StoreError as error:
             return _refusal(error)
         version = self.version
         try:
             outcome = super().apply(operation)
         except BaseException:
-            self._journal.take_back()
+            self._log.take_back()
             raise
         if self.version == version:
-            self._journal.take_back()
+            self._log.take_back()
             return outcome
         try:
-            self._journal.commit()
+            self._commit()
         except StoreError as error:  # of the disk itself, so seldom that reading the whole log does not matter
             joined = self.joined
             self._restore()
             self.joined = joined
             return _refusal(error)
         self._remember(operation, outcome)
-        self._shorten()
+        self._rewrite_if_large()
         return outcome
 
     def confirm(self, operation: Operation, item: bytes) -> None:
@@ -133,11 +175,11 @@ class DurableState(KeyValueState):
             client=operation.client,
             number=operation.number,
         )
-        self._journal.append(change)
-        self._journal.commit()
+        self._log.append(change)
+        self._commit()
         self._end_pop(operation, item)
         self._remember(change, Outcome(values=[item]))
-        self._shorten()
+        self._rewrite_if_large()
 
     def put_back(self, operation: Operation, item: bytes) -> None:
         """Puts an item back to the front of the queue from which an operation has popped it."""
@@ -145,8 +187,17 @@ class DurableState(KeyValueState):
         super().put_back(operation, item)
 
     def close(self) -> None:
-        """Closes the journal."""
-        self._journal.close()
+        """Closes the log."""
+        self._log.close()
+
+    def _commit(self) -> None:
+        """With `sync`, waits until the last change is on the disk; if that fails, takes it back and raises."""
+        if self._sync:
+            try:
+                self._log.sync()
+            except StoreError:
+                self._log.take_back()
+                raise
 
     def _end_pop(self, operation: Operation, item: bytes) -> None:
         if self._pops.get(key := _key_of(operation)) is operation:
@@ -156,13 +207,38 @@ class DurableState(KeyValueState):
         if not self._popped[name]:
             del self._popped[name]
 
-    def _shorten(self) -> None:
-        """Rewrites the journal if it has grown enough."""
-        if self._journal.is_large:
-            self._journal.rewrite(self._operations())
+    def _rewrite_if_large(self) -> None:
+        if self._log.size > self._rewritten_bytes + max(MIN_GROWTH_BYTES, self._rewritten_bytes):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Puts a file that has the present state only in the place of the log; keeps the log if that fails."""
+        self._rewritten_bytes = self._log.size  # when it has doubled, this is tried again
+        path = self._path + ".new"
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # of a process that was killed here
+            made = _open_log(path)
+            try:
+                for change in self._operations():
+                    made.append(change)
+                made.sync()
+                made.replace(self._path)
+            except BaseException:
+                made.close()
+                with suppress(OSError):
+                    os.unlink(path)
+                raise
+        except (StoreError, OSError) as error:
+            log.warning("the log of the store cannot be rewritten, so it grows: %s", error)
+            return
+        self._log.close()
+        self._log = made
+        self._rewritten_bytes = made.size
 
     def _operations(self) -> Iterator[Operation]:
-        """Yields changes that make an equal state."""
+        """Yields the records of a log with an equal state."""
+        yield Operation(kind=store_pb2.IDENTIFY, values=[self._identity])
         for name, items in self._popped.items():
             for item in items:
                 yield Operation(kind=store_pb2.QUEUE_PUSH, keys=[name], values=[item])
@@ -207,6 +283,19 @@ class DurableState(KeyValueState):
 
     def _drop(self, answers: dict[int, Outcome], number: int) -> None:
         self._answer_bytes -= answers.pop(number).ByteSize()
+
+
+def _open_log(path: str) -> OperationLog:
+    opened = OperationLog(path, STORE_PROCESS)
+    try:
+        if not opened.lock.try_acquire(exclusive=True):
+            raise StoreError(
+                f"the store's file {path!r} is used by another process: {opened.lock.describe_holders()}"
+            )
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def _refusal(error: StoreError) -> Outcome:

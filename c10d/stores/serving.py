@@ -6,7 +6,6 @@ from ...net.addresses import format_address, host_for_listening, require_trusted
 from ...net.event_loop import acquire_event_loop
 from ...net.security import Credentials
 from .durable import DurableState
-from .journal import Journal
 from .limits import StoreLimits
 from .server import StoreServer
 
@@ -36,10 +35,10 @@ def serve(
     identity = credentials.identity() if credentials is not None else None
     is_protected = insecure or identity is not None
     require_trusted(host, insecure=is_protected, action="hosting a store on", how_to_allow="pass --insecure")
-    journal = Journal(log, sync=sync)
+    limits = StoreLimits()
+    state = DurableState(log, limits, sync=sync)
     try:
-        limits = StoreLimits()
-        server = StoreServer(limits, DurableState(journal, limits))
+        server = StoreServer(limits, state)
         loop = acquire_event_loop()
         try:
             where = host_for_listening(host, insecure=is_protected)
@@ -50,4 +49,4 @@ def serve(
         finally:
             loop.release()
     finally:
-        journal.close()
+        state.close()

@@ -3,6 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
@@ -21,25 +22,6 @@ _MAX_SHOWN = 200
 
 ADDING = frozenset({store_pb2.SET, store_pb2.ADD, store_pb2.APPEND, store_pb2.COMPARE_SET, store_pb2.QUEUE_PUSH})
 """Operations that may add a key or a queue item that another operation waits for."""
-
-_COUNTS: dict[int, tuple[int | None, int | None]] = {
-    store_pb2.SET: (None, None),
-    store_pb2.GET: (None, 0),
-    store_pb2.ADD: (1, 0),
-    store_pb2.APPEND: (1, 1),
-    store_pb2.COMPARE_SET: (1, 2),
-    store_pb2.WAIT: (None, 0),
-    store_pb2.CHECK: (None, 0),
-    store_pb2.DELETE: (1, 0),
-    store_pb2.COUNT_KEYS: (0, 0),
-    store_pb2.LIST_KEYS: (0, 0),
-    store_pb2.QUEUE_PUSH: (1, 1),
-    store_pb2.QUEUE_POP: (1, 0),
-    store_pb2.QUEUE_LENGTH: (1, 0),
-    store_pb2.JOIN: (0, 0),
-    store_pb2.LEAVE: (0, 0),
-}
-"""Numbers of keys and values of each kind of operation. None: any number; SET has as many keys as values."""
 
 
 class KeyValueState:
@@ -64,23 +46,6 @@ class KeyValueState:
         self._item_count = 0  # in all queues
         self._key_bytes = 0  # of the keys that have a value
         self._value_bytes = 0  # of values, and of items with the names of their queues
-        self._handlers: dict[int, Callable[[Operation], Outcome]] = {
-            store_pb2.SET: self._set,
-            store_pb2.GET: self._get,
-            store_pb2.ADD: self._add,
-            store_pb2.APPEND: self._append,
-            store_pb2.COMPARE_SET: self._compare_set,
-            store_pb2.WAIT: lambda _: Outcome(),
-            store_pb2.CHECK: self._check,
-            store_pb2.DELETE: self._delete,
-            store_pb2.COUNT_KEYS: lambda _: Outcome(number=len(self._values)),
-            store_pb2.LIST_KEYS: self._list_keys,
-            store_pb2.QUEUE_PUSH: self._queue_push,
-            store_pb2.QUEUE_POP: self._queue_pop,
-            store_pb2.QUEUE_LENGTH: self._queue_length,
-            store_pb2.JOIN: self._join,
-            store_pb2.LEAVE: self._leave,
-        }
 
     def missing(self, operation: Operation) -> list[str]:
         """Returns the keys that an operation would have to wait for; empty if it can be applied now."""
@@ -98,7 +63,7 @@ class KeyValueState:
             return Outcome(error=problem)
         if missing := self.missing(operation):
             return Outcome(missing=missing)
-        return self._handlers[operation.kind](operation)
+        return _KINDS[operation.kind].run(self, operation)
 
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
@@ -274,13 +239,40 @@ class KeyValueState:
         return Outcome(number=self.joined - self.left)
 
 
+class _Kind(NamedTuple):
+    """A kind of operation. None stands for any number; SET has as many keys as values."""
+
+    keys: int | None
+    values: int | None
+    run: Callable[[KeyValueState, Operation], Outcome]
+
+
+_KINDS: dict[int, _Kind] = {
+    store_pb2.SET: _Kind(None, None, KeyValueState._set),
+    store_pb2.GET: _Kind(None, 0, KeyValueState._get),
+    store_pb2.ADD: _Kind(1, 0, KeyValueState._add),
+    store_pb2.APPEND: _Kind(1, 1, KeyValueState._append),
+    store_pb2.COMPARE_SET: _Kind(1, 2, KeyValueState._compare_set),
+    store_pb2.WAIT: _Kind(None, 0, lambda *_: Outcome()),
+    store_pb2.CHECK: _Kind(None, 0, KeyValueState._check),
+    store_pb2.DELETE: _Kind(1, 0, KeyValueState._delete),
+    store_pb2.COUNT_KEYS: _Kind(0, 0, lambda state, _: Outcome(number=len(state._values))),
+    store_pb2.LIST_KEYS: _Kind(0, 0, KeyValueState._list_keys),
+    store_pb2.QUEUE_PUSH: _Kind(1, 1, KeyValueState._queue_push),
+    store_pb2.QUEUE_POP: _Kind(1, 0, KeyValueState._queue_pop),
+    store_pb2.QUEUE_LENGTH: _Kind(1, 0, KeyValueState._queue_length),
+    store_pb2.JOIN: _Kind(0, 0, KeyValueState._join),
+    store_pb2.LEAVE: _Kind(0, 0, KeyValueState._leave),
+}
+
+
 def problem_of(operation: Operation) -> str:
     """Returns why an operation is not valid (its sender is not gradwire, or a newer version); "" if it is."""
-    counts = _COUNTS.get(operation.kind)
-    if counts is None:
+    kind = _KINDS.get(operation.kind)
+    if kind is None:
         return f"this version of gradwire does not know store operation {operation.kind}"
     keys, values = len(operation.keys), len(operation.values)
-    fits = keys == values if operation.kind == store_pb2.SET else counts in ((keys, values), (None, values))
+    fits = keys == values if operation.kind == store_pb2.SET else kind[:2] in ((keys, values), (None, values))
     return "" if fits else f"store operation {operation.kind} cannot have {keys} keys and {values} values"
 
 

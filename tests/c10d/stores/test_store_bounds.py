@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from gradwire.c10d.stores import durable, journal, log, state
+from gradwire.c10d.stores import durable, log, state
 from gradwire.c10d.stores.limits import MAX_BYTES
 from gradwire.c10d.stores.server import MESSAGE_OPTIONS
 from gradwire.proto.v1 import store_pb2
@@ -32,14 +32,14 @@ def test_the_outcomes_of_one_client_are_bounded(path, monkeypatch):
 
 
 def test_what_a_client_appends_leaves_a_log_that_can_be_read(path, monkeypatch):
-    monkeypatch.setattr(journal, "MIN_GROWTH_BYTES", 0)
+    monkeypatch.setattr(durable, "MIN_GROWTH_BYTES", 0)
     monkeypatch.setattr(state, "MAX_BYTES", 1000)
     monkeypatch.setattr(log, "_MAX_RECORD_BYTES", log._MAX_RECORD_BYTES - MAX_BYTES + 1000)
     store = opened(path)
     key = "k" * 9000
     for _ in range(3):
         store.apply(Operation(kind=store_pb2.APPEND, keys=[key], values=[bytes(300)]))
-    store._journal.rewrite(store._operations())
+    store._rewrite()
     store.close()
     opened(path).close()
 
@@ -64,7 +64,7 @@ def test_the_receipt_of_the_largest_item_can_be_read(path, monkeypatch):
 
 def test_a_log_grows_when_it_cannot_be_rewritten(path, monkeypatch):
     """In a folder that others can write to, what another user has put there cannot be removed."""
-    monkeypatch.setattr(journal, "MIN_GROWTH_BYTES", 0)
+    monkeypatch.setattr(durable, "MIN_GROWTH_BYTES", 0)
     os.mkdir(path + ".new")
     store = opened(path)
     assert [store.apply(add(number)).number for number in range(20)] == [*range(1, 21)]

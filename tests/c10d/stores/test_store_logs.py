@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from gradwire.c10d import FileStore, Store, StoreLimits
 from gradwire.c10d.stores.durable import DurableState
-from gradwire.c10d.stores.journal import Journal
 from gradwire.c10d.stores.log import FILE_STORE, STORE_PROCESS, OperationLog
 from gradwire.errors import StoreError
 from gradwire.proto.v1.store_pb2 import Operation, Outcome
@@ -24,12 +23,7 @@ class StoreProcess(Store):
     """The state of a store process, without the process."""
 
     def __init__(self, path: str) -> None:
-        journal = Journal(path)
-        try:
-            self._durable = DurableState(journal, StoreLimits())
-        except BaseException:
-            journal.close()
-            raise
+        self._durable = DurableState(path, StoreLimits())
         super().__init__()
 
     def _execute(self, operation: Operation, _seconds: float) -> Outcome:

@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 import pytest
 from gradwire.c10d import StoreLimits, TCPStore, rendezvous
-from gradwire.c10d.stores import durable, journal, remote
+from gradwire.c10d.stores import durable, remote
 from gradwire.c10d.stores.durable import DurableState
-from gradwire.c10d.stores.journal import Journal
 from gradwire.c10d.stores.local_socket import listen_locally
+from gradwire.c10d.stores.log import OperationLog
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.c10d.stores.serving import serve
 from gradwire.c10d.stores.state import KeyValueState
@@ -42,7 +42,7 @@ def path(tmp_path) -> str:
 
 
 def opened(path: str) -> DurableState:
-    return DurableState(Journal(path), StoreLimits())
+    return DurableState(path, StoreLimits())
 
 
 def contents(state: KeyValueState) -> list[Operation]:
@@ -81,7 +81,7 @@ OPERATIONS = st.one_of(
 def test_a_store_that_is_started_again_has_the_state_that_it_had(tmp_path_factory, operations, growth):
     path = str(tmp_path_factory.mktemp("store") / "log")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "MIN_GROWTH_BYTES", growth)
+        patch.setattr(durable, "MIN_GROWTH_BYTES", growth)
         model, store = KeyValueState(), opened(path)
         for number, operation in enumerate(operations):
             if operation is None:
@@ -230,7 +230,7 @@ def test_a_refused_change_reads_nothing_again(path, monkeypatch):
     store = opened(path)
     store.apply(add(0))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(Journal, "read", None)
+    monkeypatch.setattr(OperationLog, "read", None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 10, most))
     outcome = store.apply(Operation(kind=store_pb2.SET, keys=["key"], values=[bytes(100)]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
@@ -250,7 +250,7 @@ def test_what_changes_nothing_is_not_in_the_log(path):
 
 
 def test_a_change_that_does_not_reach_the_disk_is_refused(path, monkeypatch):
-    state = DurableState(Journal(path, sync=True), StoreLimits())
+    state = DurableState(path, StoreLimits(), sync=True)
     state.apply(push(b"one"))
 
     def fail(_file: int) -> None:
@@ -481,7 +481,7 @@ def test_the_command(path, python):
     ],
 )
 def test_what_it_refuses(path, arguments, problem, capsys):
-    held = Journal(path) if not arguments else None
+    held = opened(path) if not arguments else None
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as ended:
         run_command(command, ["--log", path, *arguments], "gradwire store")
