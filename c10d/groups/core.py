@@ -72,6 +72,7 @@ class GroupCore:
     """The parts of one process group on one rank. Owned by a ProcessGroup, and closed by it or after it.
 
     name: under which torch registers the group.
+    failure: the error with which the group has failed; None if it has not.
 
     Args:
         store: shared by the ranks, and used by this group alone, which closes it.
@@ -117,14 +118,14 @@ class GroupCore:
         self._backends: dict[str, str] = {}
         self._lock = threading.Lock()
         self._engine_lock = threading.Lock()  # held while an engine is made, during which the group may fail
-        self._failure: Exception | None = None if global_ranks else ProcessGroupError(NO_RANKS)
+        self.failure: Exception | None = None if global_ranks else ProcessGroupError(NO_RANKS)
         self._failure_detector: FailureDetector | None = None
         self._closing = threading.Event()
         self.departures: Final[dict[int, RankLostError]] = {}
         """By rank that has left, what operations raise that need it. Others can still exchange messages."""
         self._first_departure: RankLostError | None = None
         self.lost_ranks: set[int] = set()  # those whose processes have died, as far as the failure detector knows
-        self._gone_ranks: set[int] = set()  # those that have left, too
+        self._gone_ranks: set[int] = set()  # those that have left, too, by their ranks in the default group
         self._gone_changed = threading.Condition()
         self._close_callbacks: list[Callable[[], None]] = []
         self._close_store = store.close  # also closes the stores that are views of it
@@ -152,7 +153,7 @@ class GroupCore:
         with self._lock:
             self._backends[device_type] = backend
             self._engines[device_type] = engine
-            failure = self._failure
+            failure = self.failure
         if failure is not None:
             engine.fail(failure)
 
@@ -362,7 +363,7 @@ class GroupCore:
         """
         detector = self._failure_detector
         if (
-            self._failure is None
+            self.failure is None
             and detector is not None
             and not (isinstance(error, RankLostError) and error.reason == DIED)
         ):
@@ -371,9 +372,9 @@ class GroupCore:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = error
+            self.failure = error
             engines = list(self._engines.values())
         with self._gone_changed:
             self._gone_changed.notify_all()
@@ -397,18 +398,13 @@ class GroupCore:
     def wait_for_cause(self, seconds: float) -> Exception | None:
         """Waits until the group has failed or a rank has left, and returns the error; None if neither happens."""
         with self._gone_changed:
-            self._gone_changed.wait_for(lambda: self._failure or self._first_departure, seconds)
-        return self._failure or self._first_departure
-
-    @property
-    def failure(self) -> Exception | None:
-        """The error with which the group has failed; None if it has not."""
-        return self._failure
+            self._gone_changed.wait_for(lambda: self.failure or self._first_departure, seconds)
+        return self.failure or self._first_departure
 
     def _raise_if_failed(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             # Each raise adds to an error's traceback, whose frames keep tensors alive.
-            raise self._failure.with_traceback(None)
+            raise self.failure.with_traceback(None)
 
     def _on_lost(self, rank: int, reason: str) -> None:
         self.lost_ranks.add(rank)
@@ -430,7 +426,7 @@ class GroupCore:
 
     def _note_gone(self, rank: int) -> None:
         with self._gone_changed:
-            self._gone_ranks.add(rank)
+            self._gone_ranks.add(self.global_ranks[rank])
             self._gone_changed.notify_all()
 
     def _wait_for_failure_detector(self) -> None:
@@ -439,11 +435,10 @@ class GroupCore:
         An engine may notice a lost rank first, but not whether it died. Rank 0 must not end its failure detector
         before that has told the other ranks.
         """
-        failure = self._failure
+        failure = self.failure
         if isinstance(failure, RankLostError) and self._failure_detector is not None:
-            ranks = [rank for rank, global_rank in enumerate(self.global_ranks) if global_rank == failure.rank]
             with self._gone_changed:
-                self._gone_changed.wait_for(lambda: self._gone_ranks.issuperset(ranks), DEPARTURE_GRACE_S)
+                self._gone_changed.wait_for(lambda: failure.rank in self._gone_ranks, DEPARTURE_GRACE_S)
 
     # Closing.
 
@@ -504,7 +499,7 @@ class GroupCore:
         self._finish_close()
 
     def _drain_engines(self) -> None:
-        if self._failure is None:
+        if self.failure is None:
             for engine in list(self._engines.values()):
                 engine.drain()
 

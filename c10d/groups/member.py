@@ -42,12 +42,10 @@ ranks, the default timeout of operations, and the seconds that are left to conne
 class GroupMember:
     """One process's membership in one group. Owned by a ProcessGroup.
 
-    Args:
-        store: of the group, whatever its ranks.
-        core: the first core.
-        form: makes the core of new ranks.
-        generation: what the first ranks are called in the store; empty if there are none yet.
-        cannot_reconfigure: why the group cannot be formed anew; empty if it can.
+    store: of the group, whatever its ranks.
+    core: that of the present ranks.
+    generation: what the present ranks are called in the store; empty if there are none yet.
+    cannot_reconfigure: why the group cannot be formed anew; empty if it can.
     """
 
     def __init__(

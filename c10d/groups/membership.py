@@ -48,7 +48,8 @@ class GroupMembership:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._store: PrefixStore | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """The error with which this worker has left the group; None if it has not left."""
 
     def join(self) -> Engine:
         """Joins the group together with the other members, and returns its engine.
@@ -82,21 +83,16 @@ class GroupMembership:
             self._raise_if_left()
         return engine
 
-    @property
-    def error(self) -> Exception | None:
-        """The error with which this worker has left the group; None if it has not left."""
-        return self._error
-
     def leave(self) -> None:
         """Leaves the group: operations in flight fail, and the other members notice.
 
         Does not wait, and does not release the engine.
         """
         with self._lock:
-            if self._error is None:
-                self._error = GroupAbortedError(f"worker {self._spec.me} has left the group {self._spec.name}")
+            if self.error is None:
+                self.error = GroupAbortedError(f"worker {self._spec.me} has left the group {self._spec.name}")
                 if self._engine is not None:
-                    self._engine.fail(self._error)
+                    self._engine.fail(self.error)
 
     def cancel_join(self) -> None:
         """Makes a `join` that waits for other members fail."""
@@ -107,11 +103,11 @@ class GroupMembership:
         """Leaves the group, with an error if there is one, and closes its engine, which no thread may be using."""
         with self._lock:
             engine, self._engine = self._engine, None
-            self._error = self._error or error or GroupAbortedError(f"the group {self._spec.name} has ended")
+            self.error = self.error or error or GroupAbortedError(f"the group {self._spec.name} has ended")
         if engine is not None:
-            engine.fail(error or self._error)
+            engine.fail(error or self.error)
             engine.close()
 
     def _raise_if_left(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error

@@ -117,7 +117,8 @@ def all_gather_multigpu(
     ]
     step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
     written = list(chain(*output_tensor_lists))
-    return _start(target, name, step, staging, input_tensor_list, written, async_op=async_op)
+    call = CollectiveCall(name, [step], staging, input_tensor_list, written, CallOptions(is_sync=not async_op))
+    return target.start(call)
 
 
 def reduce_scatter_multigpu(
@@ -152,7 +153,8 @@ def reduce_scatter_multigpu(
     ]
     step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
     read = list(chain(*input_tensor_lists))
-    return _start(target, name, step, staging, read, output_tensor_list, async_op=async_op)
+    call = CollectiveCall(name, [step], staging, read, output_tensor_list, CallOptions(is_sync=not async_op))
+    return target.start(call)
 
 
 def _checked_group(name: str, group: Any, tensors: Tensors) -> ProcessGroup:
@@ -205,18 +207,4 @@ def _start_in_place(
     staging = Staging()
     staged = staging.outputs(tensors)
     step = Step("multigpu", name, staged, staged, [partial(plan, tensor=tensor) for tensor in staged])
-    return _start(group, name, step, staging, tensors, tensors, async_op=async_op)
-
-
-def _start(
-    group: ProcessGroup,
-    name: str,
-    step: Step,
-    staging: Staging,
-    inputs: Tensors,
-    outputs: Tensors,
-    *,
-    async_op: bool,
-) -> TorchWork | None:
-    options = CallOptions(is_sync=not async_op)
-    return group.start(CollectiveCall(name, [step], staging, inputs, outputs, options))
+    return group.start(CollectiveCall(name, [step], staging, tensors, tensors, CallOptions(is_sync=not async_op)))

@@ -45,10 +45,9 @@ class ProcessGroup(Collectives):
     Made by torch.distributed's init_process_group and new_group for the backends that gradwire registers.
 
     Args:
-        core: the group's parts, which the group closes.
+        member: this process's membership, whose ranks can change. The group closes its core.
         make_subgroup: makes a group of some of this group's ranks, with this name, timeout and options. All of
             these ranks call it together.
-        member: this process's membership, whose ranks can change.
     """
 
     supports_splitting = True
@@ -62,14 +61,13 @@ class ProcessGroup(Collectives):
 
     def __init__(
         self,
-        core: GroupCore,
-        make_subgroup: "Callable[[GroupMember, Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
         member: GroupMember,
+        make_subgroup: "Callable[[GroupMember, Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
     ) -> None:
-        super().__init__(core.rank, core.size)  # type: ignore[call-arg]  # a form that the stubs lack
+        super().__init__(member.core.rank, member.core.size)  # type: ignore[call-arg]  # a form that the stubs lack
         self._make_subgroup = make_subgroup
         self._member = member
-        self._use_core(core)
+        self._use_core(member.core)
 
     def _use_core(self, core: GroupCore) -> None:
         self._core = core
@@ -92,7 +90,10 @@ class ProcessGroup(Collectives):
         pending = self._core.start(call)
         if call.options.is_sync:
             return None
-        devices = _accelerators(call) if self._core.engine(call.device.type).uses_streams else ()
+        devices = []
+        if self._core.engine(call.device.type).uses_streams:
+            tensors = (*call.inputs, *call.outputs)
+            devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
         return GroupWork(call.name, call.result, pending, devices, group=self)
 
     def abort(self) -> None:
@@ -132,11 +133,7 @@ class ProcessGroup(Collectives):
         return self._handle().to_text()
 
     def reconfigure(self, opts: Any) -> GroupWork:
-        """Forms the group anew with other members, who all call this; see gradwire.c10d.reconfigure.
-
-        Args:
-            opts: a ReconfigureOptions, gradwire's or torch's.
-        """
+        """Forms the group anew, by options of gradwire or torch; see gradwire.c10d.reconfigure."""
         require_no_hints(opts.hints)
         self._member.use_uuid(opts.uuid)
         return self.form_anew(f"uuid/{opts.uuid}", opts.handles, opts.timeout)
@@ -200,16 +197,7 @@ class ProcessGroup(Collectives):
     ) -> "ProcessGroup | None":
         """Makes a group of some of this group's ranks, which all of them must call. torch's split_group calls it.
 
-        Args:
-            ranks: ranks in this group.
-            timeout: default timeout of the new group's operations; this group's if None.
-            opts: this group's options if None.
-            group_name: a name that no other part of this group has had.
-            group_desc: a description for people.
-            device_types: devices of the new group's tensors; this group's if None. Engines are made on first use.
-
-        Returns:
-            The new group; None on ranks that are not in it.
+        No other part of this group may have had the name. Returns None on ranks that are not in the new group.
         """
         if self.rank() not in ranks:
             return None
@@ -217,7 +205,6 @@ class ProcessGroup(Collectives):
         subgroup = self._make_subgroup(
             self._member, ranks, name, timeout or self._core.timeout, opts or self._core.options
         )
-        subgroup._set_group_name(name)
         subgroup._set_group_desc(group_desc or "undefined")
         subgroup.expected_devices = self._device_types if device_types is None else device_types
         return subgroup
@@ -256,11 +243,7 @@ class ProcessGroup(Collectives):
         return self._core.store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the default timeout of later operations.
-
-        Raises:
-            ValueError: `timeout` is not positive.
-        """
+        """Sets the default timeout of later operations."""
         if timeout <= timedelta(0):
             raise ValueError(f"the timeout is {timeout}: give a positive timedelta")
         self._core.set_timeout(timeout)
@@ -304,11 +287,7 @@ class ProcessGroup(Collectives):
         return GroupBackend(self)
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Returns the backend of a device: this group; or from torch 2.14 on, which passes it to C++, its Backend.
-
-        Raises:
-            RuntimeError: the group's configuration names no engine for the device.
-        """
+        """Returns the backend of a device: this group; from torch 2.14 on, which passes it to C++, its Backend."""
         types = [each.type for each in self._device_types]
         if types and torch.device(device).type not in types:
             raise RuntimeError(f"the group has no backend for {device}, only for {', '.join(types)}")
@@ -338,8 +317,3 @@ def require_no_hints(hints: Mapping[str, str]) -> None:
     """Raises ValueError if there are hints. Called first, so that a refused call does not end the group."""
     if hints:
         raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
-
-
-def _accelerators(call: CollectiveCall) -> list[torch.device]:
-    """Returns the devices of the call's tensors that have streams."""
-    return list({tensor.device for tensor in (*call.inputs, *call.outputs) if tensor.device.type != "cpu"})

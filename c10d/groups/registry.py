@@ -94,11 +94,7 @@ class GroupFactory:
 
         If this backend supports CPU tensors, its engine for them is made at once, while all ranks are here.
         Engines for other devices are made with the first operation there, since torch names those backends only
-        later.
-
-        Args:
-            options: torch's _DistributedBackendOptions.
-            group_options: the user's `pg_options`.
+        later. The options are torch's _DistributedBackendOptions, and the user's `pg_options`.
         """
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
@@ -173,10 +169,12 @@ class GroupFactory:
             part = PrefixStore(generation, store)
         core = form(part, rank, global_ranks, timeout, timeout.total_seconds())
         member = GroupMember(store, core, form, generation=generation, cannot_reconfigure=self.cannot_reconfigure)
-        group = ProcessGroup(core, self._make_subgroup, member)
+        group = ProcessGroup(member, self._make_subgroup)
         group_ref = weakref.ref(group)  # alive whenever an engine is made: somebody is calling the group
         if HAS_PYTHON_BACKENDS:
-            register_group_backend(group, group.as_backend, _all_device_types())
+            names = [each for each in backend_names() if isinstance(backend_creator(each), GroupFactory)]
+            devices = {device for each in names for device in backend_devices(each)}
+            register_group_backend(group, group.as_backend, devices)
         return group
 
     def _make_subgroup(
@@ -192,12 +190,6 @@ class GroupFactory:
         store = PrefixStore(f"part/{member.generation}/{name}", member.store)
         global_ranks = tuple(core.global_ranks[rank] for rank in ranks)
         return self._make(store, name, list(ranks).index(core.rank), global_ranks, timeout, group_options)
-
-
-def _all_device_types() -> set[str]:
-    """Returns the types of devices that any registered engine supports."""
-    names = [name for name in backend_names() if isinstance(backend_creator(name), GroupFactory)]
-    return {device for name in names for device in backend_devices(name)}
 
 
 def _engine_setup(device: str, core: GroupCore, timeout_s: float) -> Setup:

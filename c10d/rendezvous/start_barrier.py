@@ -81,32 +81,27 @@ class StartBarrier:
 
     def __init__(self, store: TorchStore, registration: Registration, kind: GroupKind = _DEFAULT_KIND) -> None:
         self._store = store
-        self._registration = registration
+        self.registration: Final = registration
         self._prefix = "/".join(filter(None, ("gradwire/rendezvous", kind.key)))
         self._round = 0
         self._max_world_size = registration.world_size
         self._hosts_store = False
         self._own_keys: set[str] = set()
 
-    @property
-    def registration(self) -> Registration:
-        """Who this member is."""
-        return self._registration
-
     def predecessor(self) -> Registration | None:
         """Returns the process that had this member's rank in a group that has formed; None without one."""
         self._begin_round()
-        holder = self._registered_rank(self._registration.rank)
-        if holder is None or holder.process == self._registration.process:
+        holder = self._registered_rank(self.registration.rank)
+        if holder is None or holder.process == self.registration.process:
             return None
         return None if self._store.check([self._key("present", holder.process)]) else holder
 
     def former_records(self) -> Iterator[list[bytes]]:
         """Yields the records of earlier rounds that were successful, by rank; those of the latest round first."""
-        size = self._registration.world_size
+        size = self.registration.world_size
         for number in reversed(range(self._round)):
-            keys = [self._key_of(number, "record", rank) for rank in range(size + 1)]
-            outcome = self._key_of(number, "outcome")
+            keys = [self._key("record", rank, number=number) for rank in range(size + 1)]
+            outcome = self._key("outcome", number=number)
             if not self._store.check([*keys[:size], outcome]) or self._store.check([keys[size]]):
                 continue  # nobody, or a group of another size
             if not Outcome.from_json(self._store.get(outcome)).error:
@@ -114,10 +109,10 @@ class StartBarrier:
 
     def succeed(self, predecessor: Registration) -> None:
         """Registers this member for its rank in the place of a process that has ended, if that still has it."""
-        key = self._rank_key(self._registration.rank)
+        key = self._rank_key(self.registration.rank)
         text = self._store.compare_set(key, _NONE, _NONE).decode()
         if text != _NONE and Registration.from_json(text).process == predecessor.process:
-            self._store.compare_set(key, text, self._registration.to_json())
+            self._store.compare_set(key, text, self.registration.to_json())
             self._own_keys.add(key)
 
     def register(self) -> None:
@@ -126,7 +121,7 @@ class StartBarrier:
         Raises RendezvousError if another process conflicts with this one; so do all members that wait here, or
         arrive later.
         """
-        me = self._registration
+        me = self.registration
         is_dynamic = me.world_size == -1
         if not is_dynamic:
             self._begin_round()
@@ -142,8 +137,8 @@ class StartBarrier:
 
     def check_rank_conflict(self) -> None:
         """Raises RendezvousError, on all members, if another process has registered this member's rank."""
-        holder = self._registered_rank(self._registration.rank)
-        if holder is not None and holder.process != self._registration.process:
+        holder = self._registered_rank(self.registration.rank)
+        if holder is not None and holder.process != self.registration.process:
             self._begin_round()
             self._report_conflict(holder, self._duplicate_rank(holder))
 
@@ -157,15 +152,15 @@ class StartBarrier:
         Returns the records, by rank. Raises RendezvousError if members are missing after some seconds, or if
         `check` returns what conflicts in the records; all members raise the same.
         """
-        keys = [self._key("record", rank) for rank in range(self._registration.world_size)]
+        keys = [self._key("record", rank) for rank in range(self.registration.world_size)]
         try:
-            self._store.set(keys[self._registration.rank], record)
+            self._store.set(keys[self.registration.rank], record)
             if not self._publish_if_complete(keys, check):
                 arrived = wait_with_warnings(
                     lambda left: self._has_outcome(left) or self._publish_if_complete(keys, check),
                     seconds,
                     lambda: (
-                        f"{self._registration} waits for {self._missing(keys)} at {describe_store(self._store)}"
+                        f"{self.registration} waits for {self._missing(keys)} at {describe_store(self._store)}"
                     ),
                 )
                 if not arrived:
@@ -178,12 +173,12 @@ class StartBarrier:
             raise
         except RuntimeError as error:
             raise RendezvousError(
-                f"{self._registration} was waiting for the other members, but {describe_store(self._store)} "
+                f"{self.registration} was waiting for the other members, but {describe_store(self._store)} "
                 f"failed: {str(error).splitlines()[0]}. If another member hosts it, see why that member has ended"
             ) from error
         except BaseException as error:
             with suppress(RuntimeError):
-                text = f"{self._registration} stopped waiting: {type(error).__name__}"
+                text = f"{self.registration} stopped waiting: {type(error).__name__}"
                 self._publish(Outcome(text, is_conflict=False))
                 self._unregister()
             raise
@@ -194,24 +189,22 @@ class StartBarrier:
         """Returns on all members at nearly the same time, when all of them have called it after their last `wait`.
 
         The last one tells the others a moment that is about to come, which those on its host wait for by the clock
-        that they share: however the news travels, no member goes on long before another one.
-
-        Args:
-            seconds: after which it returns in any case, as one of them may have ended.
+        that they share: however the news travels, no member goes on long before another one. After some seconds it
+        returns in any case, as one of them may have ended.
         """
-        size, number = self._registration.world_size, self._round - 1
-        ready, go = self._key_of(number, "ready"), self._key_of(number, "go")
+        size, number = self.registration.world_size, self._round - 1
+        ready, go = self._key("ready", number=number), self._key("go", number=number)
         is_told_at_once = isinstance(innermost_store(self._store), TCPStore | TorchTCPStore)
         notice = (TOLD_WITHIN_S if is_told_at_once else POLLED_WITHIN_S) + min(size * ANSWERED_WITHIN_S, 0.1)
         try:
             if self._store.add(ready, 1) >= size:
                 self._store.set(go, json.dumps([network_id(), time.monotonic() + notice]))
             elif not wait_for_keys(self._store, [go], seconds):
-                log.warning("%s does not wait any longer for the others to be ready", self._registration)
+                log.warning("%s does not wait any longer for the others to be ready", self.registration)
                 return
             host, moment = parse_list(self._store.get(go), str, float)
         except (RuntimeError, ValueError) as error:  # who hosts the store may have ended
-            log.warning("%s does not wait for the others to be ready: %s", self._registration, error)
+            log.warning("%s does not wait for the others to be ready: %s", self.registration, error)
             return
         if host == network_id():
             time.sleep(min(notice, max(0.0, moment - time.monotonic())))
@@ -229,7 +222,7 @@ class StartBarrier:
 
     def _begin_round(self) -> None:
         """Enters the open round. Raises an earlier round's conflict that this process has not seen yet."""
-        counter, process = f"{self._prefix}/round", self._registration.process
+        counter, process = f"{self._prefix}/round", self.registration.process
         self._round = self._store.add(counter, 0)
         while self._store.check([self._key("outcome")]):
             outcome = self._outcome()
@@ -254,13 +247,9 @@ class StartBarrier:
         store: Any = self._store  # torch's stubs lack these two methods
         return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
 
-    def _key(self, *parts: object) -> str:
-        """Returns a key of the current round."""
-        return self._key_of(self._round, *parts)
-
-    def _key_of(self, number: int, *parts: object) -> str:
-        """Returns a key of a round."""
-        return "/".join((self._prefix, str(number), *map(str, parts)))
+    def _key(self, *parts: object, number: int | None = None) -> str:
+        """Returns a key of a round, by default of the current one."""
+        return "/".join((self._prefix, str(self._round if number is None else number), *map(str, parts)))
 
     def _seen_keys(self, ranks: Iterable[int]) -> list[str]:
         """Returns the keys that are set once these ranks have read the outcome."""
@@ -268,7 +257,7 @@ class StartBarrier:
 
     def _check_world_size(self, first: Registration) -> None:
         """Compares this member's world size with that of the first member that registered."""
-        me = self._registration
+        me = self.registration
         self._max_world_size = max(me.world_size, first.world_size)
         if me.world_size == first.world_size:
             return
@@ -302,8 +291,8 @@ class StartBarrier:
     def _raise_outcome(self, outcome: Outcome) -> NoReturn:
         """Records that this member has seen the outcome, keeps the store for the other members, and raises."""
         with suppress(RuntimeError):  # the store's host may have ended
-            self._store.set(self._key("seen_by", self._registration.process), "")
-            self._store.set(self._key("seen_by_rank", self._registration.rank), "")
+            self._store.set(self._key("seen_by", self.registration.process), "")
+            self._store.set(self._key("seen_by_rank", self.registration.rank), "")
             self._unregister()
         under = innermost_store(self._store)
         if isinstance(under, FileStore):
@@ -316,7 +305,7 @@ class StartBarrier:
     def _linger(self, outcome: Outcome) -> None:
         """Waits, on the store's host, until the other members have read the outcome, for at most HOST_LINGER_S."""
         with suppress(RuntimeError):  # they may never come
-            ranks = range(1, self._registration.world_size)
+            ranks = range(1, self.registration.world_size)
             # Members that arrive after a conflict must hear of it; after a timeout they begin the next round.
             readers = [
                 rank for rank in ranks if outcome.is_conflict or self._store.check([self._key("record", rank)])
@@ -330,8 +319,8 @@ class StartBarrier:
 
     def _register_key(self, key: str) -> Registration:
         """Writes this member's registration to a key, if it has none. Returns the registration there."""
-        holder = Registration.from_json(self._store.compare_set(key, "", self._registration.to_json()))
-        if holder.process == self._registration.process:
+        holder = Registration.from_json(self._store.compare_set(key, "", self.registration.to_json()))
+        if holder.process == self.registration.process:
             self._own_keys.add(key)
         return holder
 
@@ -349,7 +338,7 @@ class StartBarrier:
     # Messages.
 
     def _duplicate_rank(self, holder: Registration) -> str:
-        me = self._registration
+        me = self.registration
         both = f"{holder.without_rank} and {me.without_rank}"
         if holder.without_rank == me.without_rank:
             both += " (of another container with this host name)"

@@ -57,12 +57,7 @@ class Store(TorchStore):
     insecure: bool = False
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, parent: "Store | None" = None) -> None:
-        """Opens the store.
-
-        Args:
-            timeout: default timeout of operations that wait for keys.
-            parent: the store that this one is a view of; closing the parent closes the view.
-        """
+        """Opens the store; as a view of a parent, if there is one, which closes the view when it is closed."""
         super().__init__()
         self._closed = False
         self._process = os.getpid()

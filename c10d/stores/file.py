@@ -11,7 +11,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from .log import OperationLog
-from .state import KeyValueState
+from .state import ADDING, KeyValueState
 
 __all__ = ["FileStore"]
 
@@ -30,16 +30,7 @@ _MAX_CLOSE_S = 10.0
 _WAITING = frozenset({store_pb2.GET, store_pb2.WAIT, store_pb2.QUEUE_POP})
 """Operations with a timeout of their own."""
 
-_READ_ONLY = frozenset(
-    {
-        store_pb2.GET,
-        store_pb2.WAIT,
-        store_pb2.CHECK,
-        store_pb2.COUNT_KEYS,
-        store_pb2.LIST_KEYS,
-        store_pb2.QUEUE_LENGTH,
-    }
-)
+_CHANGING = ADDING | {store_pb2.DELETE, store_pb2.QUEUE_POP}
 
 
 @final
@@ -187,7 +178,7 @@ class _Replica:
 
     def execute(self, operation: Operation) -> Outcome | None:
         """Runs an operation without waiting. Returns None if others have the file locked; nothing is done then."""
-        is_read_only = operation.kind in _READ_ONLY
+        is_read_only = operation.kind not in _CHANGING
         if (is_read_only or self._state.missing(operation)) and not self.log.has_more():
             return self._state.apply(operation)  # as all have it, or a queue still has no item; it needs no lock
         if not self.log.lock.try_acquire(exclusive=not is_read_only):

@@ -30,13 +30,9 @@ __all__ = ["StoreTarget", "find_store", "listen_locally", "reserve_port", "who_l
 def listen_locally(
     listen: Callable[[str], object], host: str, port: int, *, insecure: bool = False
 ) -> SocketFile | None:
-    """Has a server listen on a socket, whose file it returns; None if there can be none, and a port will do.
+    """Has a server listen on a socket, by an address of gRPC. Clients find it by the port; messages name the host.
 
-    Args:
-        listen: has the server listen on an address of gRPC.
-        host: that of the server, for messages.
-        port: by which clients find the socket.
-        insecure: whether a port will do.
+    Returns the socket's file; None if there can be none, and with `insecure` the port will do.
     """
     try:
         file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))

@@ -89,14 +89,7 @@ class RemoteServer:
     """A gRPC connection to the server in another process; without credentials, on this host by its unix socket."""
 
     def __init__(self, host: str, port: int, identity: Identity | None, *, insecure: bool = False) -> None:
-        """Connects to nobody yet.
-
-        Args:
-            host: name or address of the server.
-            port: of the server.
-            identity: what this process shows and demands; None for connections in the clear.
-            insecure: whether a server on this host may be another user's.
-        """
+        """Connects to nobody yet. With `insecure`, a server on this host may be another user's."""
         if why := why_grpc_is_unusable():
             raise StoreError(why)
         self._host, self._port, self._identity = host, port, identity

@@ -124,7 +124,7 @@ class StoreServer:
         """Listens, and returns the port; a free one if `port` is 0.
 
         Without an identity, processes of this host reach the server by a unix socket, which is of their user only:
-        see `LocalSocket`. Then it listens on a port only with `insecure`.
+        see `listen_locally`. Then it listens on a port only with `insecure`.
 
         Args:
             host: name or address to listen on.
