@@ -133,12 +133,7 @@ def init_process_group(
 def _rendezvous_under_mpiexec(
     timeout: timedelta, *, insecure: bool, credentials: Credentials | None
 ) -> Rendezvous:
-    """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together.
-
-    Raises:
-        RendezvousError: rank 0 could not host the store. Raised on all ranks.
-        ProcessGroupError: MPI cannot be used.
-    """
+    """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together."""
     comm = MpiWorld.from_mpiexec().comm
     rank, size = comm.rank, comm.size
     host = LOOPBACK if can_share_loopback(comm.allgather(HostIdentity.here())) else address_for_others()

@@ -261,17 +261,11 @@ class StartBarrier:
         self._max_world_size = max(me.world_size, first.world_size)
         if me.world_size == first.world_size:
             return
+        text = f"{first} was started {_world_size_text(first)} and {me} {_world_size_text(me)}"
         if -1 in (me.world_size, first.world_size):
-            self._report_conflict(
-                first,
-                "RPC group mixes statically and dynamically initialized members which is not supported: "
-                f"{first} was started {_world_size_text(first)}, {me} {_world_size_text(me)}",
-            )
-        self._report_conflict(
-            first,
-            f"{first} was started with world_size={first.world_size} and {me} with "
-            f"world_size={me.world_size}: give all workers of a group the same",
-        )
+            mixed = "RPC group mixes statically and dynamically initialized members which is not supported"
+            self._report_conflict(first, f"{mixed}: {text}")
+        self._report_conflict(first, f"{text}: give all workers of a group the same")
 
     def _publish_if_complete(self, keys: Sequence[str], check: Callable[[list[bytes]], str]) -> bool:
         """Publishes the outcome if all records are there; returns whether they are."""

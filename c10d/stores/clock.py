@@ -31,10 +31,7 @@ class ClockOffset:
 def clock_offset(host: str, port: int, timeout: float = 5.0) -> ClockOffset:
     """Returns how far the clock of the host of a gradwire store is ahead of this host's.
 
-    Args:
-        host: of the store. The credentials are those in the environment.
-        port: of the store.
-        timeout: seconds to wait for each answer.
+    The credentials are those in the environment. Each answer may take `timeout` seconds.
 
     Raises:
         StoreError: the store does not answer, refuses this process, or is of a release that has no clock.

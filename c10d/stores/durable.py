@@ -55,13 +55,7 @@ class DurableState(KeyValueState):
     def __init__(self, path: str, limits: StoreLimits, *, sync: bool = False) -> None:
         """Restores the state from the log, which is made if it does not exist.
 
-        Args:
-            path: of the log.
-            limits: what the store holds at most.
-            sync: whether each change is on the disk before it is answered.
-
-        Raises:
-            StoreError: the file cannot be used, is of another version or kind, or is damaged.
+        Raises StoreError if the file cannot be used, is of another version or kind, or is damaged.
         """
         self._path = os.path.abspath(path)
         self._sync = sync

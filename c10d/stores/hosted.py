@@ -80,10 +80,8 @@ class HostedServer:
 
     def _check_same(self, host: str, credentials: Credentials | None, limits: StoreLimits | None) -> None:
         """Raises StoreError if a further user was given another host, other credentials or other limits."""
-        where, same = (
-            f"the store that this process hosts on port {self.port}",
-            "give the same to all that share it",
-        )
+        where = f"the store that this process hosts on port {self.port}"
+        same = "give the same to all that share it"
         if (self._credentials is None) != (credentials is None):
             made_with = "without" if self._credentials is None else "with"
             raise StoreError(f"{where} was made {made_with} credentials: {same}")

@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import final
 
 from ...errors import StoreError, StoreNetworkError
 from ...net.addresses import format_address
@@ -24,7 +23,7 @@ from ...net.user_sockets import (
     store_socket_name,
 )
 
-__all__ = ["StoreTarget", "find_store", "listen_locally", "reserve_port", "who_listens"]
+__all__ = ["find_store", "listen_locally", "reserve_port", "who_listens"]
 
 
 def listen_locally(
@@ -75,31 +74,18 @@ def _is_taken(port: int) -> bool:
         return True
 
 
-@final
-class StoreTarget:
-    """Where a client finds the socket of a store, and keeps its directory open.
+def find_store(port: int) -> tuple[SocketDirectory, str] | None:
+    """Returns where this user's store that has a port listens; None without one.
 
-    address: of the socket, as gRPC dials it.
-    path: of the socket, for messages.
-    """
-
-    def __init__(self, directory: SocketDirectory, path: str) -> None:
-        self._directory = directory
-        self.address = UNIX_SCHEME + directory.reach(path)
-        self.path = path
-
-
-def find_store(port: int) -> StoreTarget | None:
-    """Returns the socket at which this user's store that has a port listens; None without one.
-
-    A store that was killed has left its socket, maybe in another directory than that of the one that runs.
+    That is an address of gRPC, which is good as long as the directory is open that comes with it. A store that was
+    killed has left its socket, maybe in another directory than that of the one that runs.
     """
     name = store_socket_name(port)
     for directory in SocketDirectory.all_of_this_user():
         with suppress(OSError):  # it is missing, or has just been bound and is not restricted yet
-            target = StoreTarget(directory, f"{directory.path}/{name}")
-            if is_listening(target.address.removeprefix(UNIX_SCHEME)):
-                return target
+            path = directory.reach(f"{directory.path}/{name}")
+            if is_listening(path):
+                return directory, UNIX_SCHEME + path
     return None
 
 

@@ -20,11 +20,12 @@ from ...net.addresses import allows_insecure, format_address, is_loopback, resol
 from ...net.grpc_objects import note_grpc, why_grpc_is_unusable
 from ...net.inheritance import note_peer
 from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
+from ...net.user_sockets import SocketDirectory
 from ...net.waiting import wait_with_warnings
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .hosted import ANSWER_TIMEOUT_S
-from .local_socket import StoreTarget, find_store, who_listens
+from .local_socket import find_store, who_listens
 from .parsing import parse_outcome
 from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
 
@@ -96,8 +97,8 @@ class RemoteServer:
         self._address = format_address(host, port)
         self._is_local = identity is None and is_loopback(host)
         self._insecure = allows_insecure(insecure)
-        self._target: StoreTarget | None = None
-        """The socket of a server on this host, once it is there."""
+        self._directory: SocketDirectory | None = None
+        """That of the socket of a server on this host, once it is there."""
         self._calls = None if self._is_local else self._connect(self._address)
         self._store = b""
         """The identity of a server that can be started again; empty for others."""
@@ -124,7 +125,8 @@ class RemoteServer:
                 if self._closed.is_set():
                     raise self._closed_error()
                 if self._calls is None and (found := find_store(self._port)) is not None:
-                    self._target, self._calls = found, self._connect(found.address)
+                    self._directory, address = found
+                    self._calls = self._connect(address)
                 if self._calls is None and self._insecure and self._listens():
                     self._calls = self._connect(self._address)
                 if self._calls is not None:

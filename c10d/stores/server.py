@@ -126,11 +126,8 @@ class StoreServer:
         Without an identity, processes of this host reach the server by a unix socket, which is of their user only:
         see `listen_locally`. Then it listens on a port only with `insecure`.
 
-        Args:
-            host: name or address to listen on.
-            port: to listen on.
-            identity: what this process shows and demands on connections; None for connections in the clear.
-            insecure: whether everybody may connect who reaches the host.
+        The identity is what this process shows and demands on connections. `insecure` says whether everybody may
+        connect who reaches the host.
         """
         # Requests are parsed by the handlers: gRPC would log the traceback of what is no Operation.
         serializer = Outcome.SerializeToString
