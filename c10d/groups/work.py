@@ -23,7 +23,6 @@ class GroupWork(TorchWork):
     A `wait` that runs into its own timeout raises TimeoutError; the operation goes on.
 
     Args:
-        operation: name of the operation.
         outputs: what `result()` returns.
         pending: the operation; None if it is done already.
         devices: GPUs on which `wait`, here and of the future, has the current streams wait for the operation.
@@ -109,11 +108,7 @@ class GroupWork(TorchWork):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Waits until a receive is done, and returns the rank in the group that sent.
-
-        Raises:
-            RuntimeError: this is not a receive.
-        """
+        """Waits until a receive is done, and returns the rank in the group that sent."""
         if self._operation != "recv" or self._pending is None:
             raise RuntimeError(
                 f"sourceRank() is for receives only: {self._operation} does not receive from one rank"

@@ -57,11 +57,7 @@ class StoreAddress:
         return self.rank == 0 and bool(self.host) and not has_host
 
     def with_identity(self, rank: int | None, world_size: int | None) -> "StoreAddress":
-        """Adds the rank and world size that the caller has passed; -1 or None for those not passed.
-
-        Raises:
-            RendezvousError: they contradict the URL, or are not valid.
-        """
+        """Adds the rank and world size that the caller has passed; -1 or None for those not passed."""
         return replace(
             self,
             rank=self._combine("rank", self.rank, rank),
@@ -73,9 +69,6 @@ class StoreAddress:
 
         RANK and WORLD_SIZE are optional if the group may be dynamic. If the caller has passed neither rank nor
         world size, those that other launchers say count too: see `launchers.find_launched_process`.
-
-        Raises:
-            RendezvousError: variables are missing or not valid.
         """
         if self.scheme != "env":
             return self
@@ -117,11 +110,7 @@ class StoreAddress:
         )
 
     def checked(self, *, dynamic: bool = False) -> "StoreAddress":
-        """Returns this address after checking that rank and world size are known, if the group is not dynamic.
-
-        Raises:
-            RendezvousError: they are not known, or the rank is not less than the world size.
-        """
+        """Returns this address after checking rank and world size, which only dynamic groups may not have."""
         if dynamic and self.world_size == -1:
             return self
         unknown = [name for name in ("rank", "world_size") if getattr(self, name) < 0]
@@ -151,11 +140,7 @@ class StoreAddress:
 
 
 def parse_url(url: str) -> StoreAddress:
-    """Parses a rendezvous URL.
-
-    Raises:
-        RendezvousError: it is not valid; the message shows the valid forms.
-    """
+    """Parses a rendezvous URL. Raises RendezvousError, which shows the valid forms, for others."""
     try:
         parts = urlsplit(url)
         scheme = parts.scheme

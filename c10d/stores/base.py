@@ -77,12 +77,8 @@ class Store(TorchStore):
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         """Runs one operation atomically, waiting at most `seconds` for keys that it needs.
 
-        Returns:
-            The outcome. It has `missing` if keys did not appear in time, and `error` if the operation is not
-            valid.
-
-        Raises:
-            StoreError: the store cannot be reached.
+        The outcome has `missing` if keys did not appear in time, and `error` if the operation is not valid. Raises
+        StoreError if the store cannot be reached.
         """
         raise NotImplementedError
 
