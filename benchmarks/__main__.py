@@ -12,14 +12,12 @@ python -m benchmarks --cases my_cases            # the list CASES of another mod
 import argparse
 import importlib
 import importlib.util
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import autograd, calls, many_tensors
+from .command_line import Report, add_rounds, arguments_of, make_parser
 from .harness import Case, compare
-from .machine import load_average, machine_facts
-from .report import DESCRIPTION, Table, figures, plot
+from .report import DESCRIPTION, Table, plot
 from .systems import SYSTEMS
 from .worker_sets import preload
 
@@ -31,22 +29,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     arguments = _arguments(argv)
     systems = [SYSTEMS[name] for name in dict.fromkeys(arguments.systems)]
-    facts = machine_facts()
-    facts["measured"] = f"{arguments.rounds} rounds of {arguments.seconds:g} s of each case on each system"
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    table = Table(systems)
-    print(f"\n{DESCRIPTION}\n\n{table.text_header()}", flush=True)
-    comparisons = []
     cases = _cases(arguments.cases, arguments.k)
+    rounds = f"{arguments.rounds} rounds of {arguments.seconds:g} s of each case on each system"
+    table = Table(systems)
+    report = Report(DESCRIPTION, table.text_header(), measured=rounds)
+    comparisons = []
     for comparison in compare(cases, systems, rounds=arguments.rounds, seconds=arguments.seconds):
         comparisons.append(comparison)
-        print(table.text_row(comparison), flush=True)
-    facts["load average after"] = f"{load_average()} (the benchmark's own included)"
-    print(f"\nload average after: {facts['load average after']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures(facts, comparisons), indent=1))
+        report.print(table.text_row(comparison))
+        report.measured.append(comparison.all_figures())
+    report.close(arguments)
     if arguments.save is not None:
-        (arguments.save / PAGE).write_text(table.page(facts, comparisons, PLOT))
+        (arguments.save / PAGE).write_text(table.page(report.facts, comparisons, PLOT))
         plot(arguments.save / PLOT, comparisons)
 
 
@@ -64,21 +58,12 @@ def _cases(module: str | None, words: Sequence[str]) -> list[type[Case]]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each system (5)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="length of a round (0.3)")
+    parser = make_parser("benchmarks", __doc__, f"{PAGE} and {PLOT}")
+    add_rounds(parser, rounds=5, seconds=0.3)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="all of them")
     parser.add_argument("-k", nargs="+", default=[], metavar="WORD", help="words in the names of cases")
     parser.add_argument("--cases", metavar="MODULE", help="a module with a list CASES, instead of all cases here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help=f"where to write {PAGE} and {PLOT}")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}: give at least 1")
-    if arguments.save is not None and not arguments.save.is_dir():
-        parser.error(f"--save {arguments.save} is no folder")
+    arguments = arguments_of(parser, argv)
     if arguments.save is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--save plots with matplotlib: pip install matplotlib")
     return arguments

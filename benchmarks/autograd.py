@@ -2,64 +2,73 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from .calls import PEER
 from .harness import Case, seconds_of
 from .systems import System, system_here, worker_name
 
 __all__ = ["CASES", "LargeBackward", "Linear", "ManyNodes", "OneProcess", "Pipeline", "TinyBackward"]
 
-PEER = worker_name(1)
-
 LEARNING_RATE = 0.01
 
 
-class _TwoLeaves(Case):
-    """A function of two tensors on the peer, of which both get a gradient."""
+class _Backward(Case):
+    """A function of some leaves, all of which get a gradient; only backward is measured."""
 
-    function: ClassVar[Callable[..., torch.Tensor]]
-    elements: ClassVar[int]
+    leaves: ClassVar[int] = 1
+    elements: ClassVar[int] = 16
 
     def __init__(self, system: System) -> None:
         super().__init__(system)
         torch.manual_seed(0)
-        self._leaves = [torch.rand(self.elements, requires_grad=True) for _ in range(2)]
+        self._leaves = [torch.rand(self.elements, requires_grad=True) for _ in range(self.leaves)]
+
+    @abstractmethod
+    def forward(self) -> torch.Tensor:
+        """Returns the loss."""
+
+    def step(self) -> float:
+        """Runs forward, then measures backward."""
+        with self._autograd.context() as context_id:
+            loss = self.forward()
+            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
 
     def results(self) -> list[torch.Tensor]:
-        """Returns the gradients of both tensors."""
+        """Returns the gradients of the leaves."""
         with self._autograd.context() as context_id:
-            self._autograd.backward(context_id, [self._forward()])
+            self._autograd.backward(context_id, [self.forward()])
             gradients = self._autograd.get_gradients(context_id)
             return [gradients[leaf] for leaf in self._leaves]
 
-    def _forward(self) -> torch.Tensor:
+
+class LargeBackward(_Backward):
+    """Multiplies two large tensors on the peer."""
+
+    name = "backward, gradients of 4 MiB"
+    function = torch.mul
+    leaves = 2
+    elements = 1 << 20
+
+    def forward(self) -> torch.Tensor:
+        """Returns the sum of what the peer has computed."""
         result: torch.Tensor = self._rpc.rpc_sync(PEER, type(self).function, args=tuple(self._leaves)).sum()
         return result
 
 
-class TinyBackward(_TwoLeaves):
-    """Adds two small tensors on the peer, runs backward and reads the gradients."""
+class TinyBackward(LargeBackward):
+    """Adds two small tensors on the peer, runs backward and reads the gradients; all of that is measured."""
 
     name = "tiny forward, backward, get_gradients"
     function = torch.add
     elements = 3
 
-
-class LargeBackward(_TwoLeaves):
-    """Multiplies two large tensors on the peer; only backward is measured."""
-
-    name = "backward, gradients of 4 MiB"
-    function = torch.mul
-    elements = 1 << 20
-
     def step(self) -> float:
-        """Runs forward, then measures backward."""
-        with self._autograd.context() as context_id:
-            loss = self._forward()
-            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
+        """Measures all of it."""
+        return seconds_of(self.results)
 
 
 class Stage:
@@ -177,59 +186,39 @@ def segment(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class ManyNodes(Case):
-    """A chain of 5,000 nodes goes back and forth between two workers; only backward is measured."""
+class ManyNodes(_Backward):
+    """A chain of 5,000 nodes goes back and forth between two workers."""
 
     name = "backward, 5,000 nodes on two workers"
 
-    def __init__(self, system: System) -> None:
-        super().__init__(system)
-        torch.manual_seed(0)
-        self._leaf = torch.rand(16, requires_grad=True)
-
-    def step(self) -> float:
-        """Builds the graph, then measures backward."""
-        with self._autograd.context() as context_id:
-            loss = self._forward()
-            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
-
-    def results(self) -> list[torch.Tensor]:
-        """Returns the gradient at the far end of the chain."""
-        with self._autograd.context() as context_id:
-            self._autograd.backward(context_id, [self._forward()])
-            return [self._autograd.get_gradients(context_id)[self._leaf]]
-
-    def _forward(self) -> torch.Tensor:
-        x = self._leaf
+    def forward(self) -> torch.Tensor:
+        """Builds the chain."""
+        (x,) = self._leaves
         for _ in range(SEGMENTS // 2):
             x = self._rpc.rpc_sync(PEER, segment, args=(segment(x),))
         return x.sum()
 
 
-class OneProcess(Case):
+class OneProcess(_Backward):
     """The same chain with torch's backward in one process, without RPC: all systems should measure the same."""
 
     name = "backward, 5,000 nodes in one process"
 
-    def __init__(self, system: System) -> None:
-        super().__init__(system)
-        torch.manual_seed(0)
-        self._leaf = torch.rand(16, requires_grad=True)
-
-    def step(self) -> float:
-        """Builds the graph, then measures backward."""
-        loss = self._forward()
-        return seconds_of(lambda: torch.autograd.grad(loss, [self._leaf]))
-
-    def results(self) -> list[torch.Tensor]:
-        """Returns the gradient at the far end of the chain."""
-        return list(torch.autograd.grad(self._forward(), [self._leaf]))
-
-    def _forward(self) -> torch.Tensor:
-        x = self._leaf
+    def forward(self) -> torch.Tensor:
+        """Builds the chain."""
+        (x,) = self._leaves
         for _ in range(SEGMENTS):
             x = segment(x)
         return x.sum()
+
+    def step(self) -> float:
+        """Builds the graph, then measures backward."""
+        loss = self.forward()
+        return seconds_of(lambda: torch.autograd.grad(loss, self._leaves))
+
+    def results(self) -> list[torch.Tensor]:
+        """Returns the gradient at the far end of the chain."""
+        return list(torch.autograd.grad(self.forward(), self._leaves))
 
 
 CASES: list[type[Case]] = [TinyBackward, LargeBackward, Linear, ManyNodes, OneProcess, Pipeline]

@@ -9,8 +9,6 @@ same processes; times are from the calls to the last answer. The time of the fir
 connects the workers, and forms their process group unless they share memory.
 """
 
-import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +18,10 @@ import torch
 
 from gradwire import rpc
 
+from .calls import MIB
+from .command_line import Report, arguments_of, make_parser
 from .worker_sets import WorkerSet, preload
 
-MIB = 2**20
 WARM_UP = 3
 
 Way = Callable[[list[str], torch.Tensor], list[rpc.Future]]
@@ -82,22 +81,25 @@ def names_of(receivers: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.broadcast_call", description=__doc__.splitlines()[0])
+    parser = make_parser("benchmarks.broadcast_call", __doc__)
     parser.add_argument("--receivers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transports", nargs="+", default=["unix", "tcp", "grpc"])
-    arguments = parser.parse_args(argv)
-    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}; medians of {arguments.rounds}")
-    print(f"{'':14}{'broadcast_call':>17}{'rpc_async':>17}{'ratio':>9}")
+    arguments = arguments_of(parser, argv)
+    text = f"Milliseconds until all receivers have answered: medians of {arguments.rounds} calls."
+    report = Report(text, f"{'':14}{'broadcast_call':>17}{'rpc_async':>17}{'ratio':>9}")
     for receivers in arguments.receivers:
         joining = partial(start, arguments.transports)
         with WorkerSet("gradwire", receivers + 1, joining) as workers, workers.running():
             first = workers.ask(first_seconds, receivers) * 1e3
-            print(f"{receivers} receivers; the first broadcast, of 1 MiB: {first:.1f} ms")
+            report.print(f"{receivers} receivers; the first broadcast, of 1 MiB: {first:.1f} ms")
             for mib in arguments.mib:
                 ours, theirs = workers.ask(medians, receivers, mib, arguments.rounds)
-                print(f"{mib:10g} MiB{ours * 1e3:14.3f} ms{theirs * 1e3:14.3f} ms{ours / theirs:9.2f}", flush=True)
+                report.print(f"{mib:10g} MiB{ours * 1e3:14.3f} ms{theirs * 1e3:14.3f} ms{ours / theirs:9.2f}")
+                figures = {"receivers": receivers, "mib": mib, "broadcast_call": ours, "rpc_async": theirs}
+                report.measured.append(figures)
+    report.close(arguments)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ takes time itself, so calls without wrappers are measured, too, and round trips 
 which calls cannot be faster than.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -22,12 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .calls import noop
-from .machine import load_average, machine_facts
-from .systems import GRADWIRE, GRADWIRE_TCP, SYSTEMS, system_here, worker_name
+from .calls import PEER, noop
+from .command_line import Report, arguments_of, make_parser
+from .systems import GRADWIRE, GRADWIRE_TCP, start, system_here
 from .worker_sets import WorkerSet, preload
-
-PEER = worker_name(1)
 
 MARKED = [
     ("gradwire.rpc.wire.pickling", "Packer", "pack"),
@@ -105,12 +102,6 @@ def wrap(module: str, class_name: str, name: str) -> None:
         return result
 
     setattr(owner, name, wrapper)
-
-
-def start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    """Joins the RPC group."""
-    SYSTEMS[system].start(rank, size, url)
-    return SYSTEMS[system].stop
 
 
 def start_marked(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
@@ -198,15 +189,12 @@ def round_trip_times(path: str, count: int) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.call_steps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.call_steps", __doc__)
     parser.add_argument("--system", choices=[GRADWIRE.name, GRADWIRE_TCP.name], default=GRADWIRE.name)
     parser.add_argument("--calls", type=int, default=5000, help="made at a time (5000)")
-    arguments = parser.parse_args(argv)
-    print("\n".join(f"{name}: {value}" for name, value in machine_facts().items()))
+    arguments = arguments_of(parser, argv)
+    text = f"Microseconds of the steps of a call: medians of {arguments.calls} calls or more."
+    report = Report(text, f"{'step':>6}{'since':>8}")
     with WorkerSet(arguments.system, 2, start) as workers, workers.running():
         plain = statistics.median(workers.ask(call_times, arguments.calls)) * 1e6
         with tempfile.TemporaryDirectory() as folder:
@@ -220,15 +208,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not steps:
         raise SystemExit(f"none of {tried} calls went the way that STEPS describes; is the machine busy?")
     medians = [statistics.median(each) / 1e3 for each in zip(*steps, strict=True)]
-    went = f"medians of the {len(steps)} of {tried} calls that went this way"
-    print(f"\nMicroseconds, {went}\n\n{'step':>6}{'since':>8}")
-    for number, ((side, _, text), median) in enumerate(zip(STEPS, medians, strict=True)):
-        print(f"{median:6.1f}{sum(medians[: number + 1]):8.1f}  {'callee' if side else 'caller'}: {text}")
-    print(
-        f"\na call: {sum(medians):.1f} with marks, {plain:.1f} without; "
-        f"a round trip of {ROUND_TRIP_BYTES} bytes on a unix socket: {statistics.median(bare) * 1e6:.1f}"
-        f"\nload average after: {load_average()}"
+    for number, ((side, _, step), median) in enumerate(zip(STEPS, medians, strict=True)):
+        where = "callee" if side else "caller"
+        report.print(f"{median:6.1f}{sum(medians[: number + 1]):8.1f}  {where}: {step}")
+        report.measured.append({"where": where, "step": step, "median": median / 1e6})
+    report.print(
+        "",
+        f"a call: {sum(medians):.1f} with marks, in the {len(steps)} of {tried} calls that went this way; "
+        f"{plain:.1f} without",
+        f"a round trip of {ROUND_TRIP_BYTES} bytes on a unix socket: {statistics.median(bare) * 1e6:.1f}",
     )
+    report.close(arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from .harness import Case, seconds_of
 from .systems import System, system_here, worker_name
 from .worker_sets import WARM_UP
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "KIB", "MIB", "PEER", "Echo", "Noop", "noop", "noop_times"]
 
 PEER = worker_name(1)
 
@@ -132,26 +132,24 @@ class Echo(Case):
     """Sends a tensor to the peer, and gets it back."""
 
     nbytes: ClassVar[int]
+    device: ClassVar[str] = "cpu"
 
     def __init__(self, system: System) -> None:
         super().__init__(system)
-        self._tensor = torch.arange(self.nbytes // 4, dtype=torch.float32)
+        self._tensor = torch.arange(self.nbytes // 4, dtype=torch.float32, device=self.device)
+
+    def send(self) -> torch.Tensor:
+        """Sends it once."""
+        echoed: torch.Tensor = self._rpc.rpc_sync(PEER, echo, args=(self._tensor,))
+        return echoed
 
     def step(self) -> float:
-        """Sends it once."""
-        return seconds_of(lambda: self._rpc.rpc_sync(PEER, echo, args=(self._tensor,)))
+        """Measures the way there and back."""
+        return seconds_of(self.send)
 
     def results(self) -> list[torch.Tensor]:
         """Returns a part of what comes back."""
-        return [self._rpc.rpc_sync(PEER, echo, args=(self._tensor,))[-1000:]]
-
-
-def _echo(nbytes: int, name: str) -> type[Case]:
-    """Makes the case of one size, at the top level of this module so that workers find it."""
-    attributes = {"__module__": __name__, "name": f"echo {name}", "nbytes": nbytes}
-    case = type(f"Echo{name.replace(' ', '')}", (Echo,), attributes)
-    globals()[case.__name__] = case
-    return case
+        return [self.send()[-1000:].cpu()]
 
 
 class RemoteToHere(SmallArguments):
@@ -195,16 +193,8 @@ CASES: list[type[Case]] = [
     SmallTensors,
     MethodCall,
     InFlight,
-    *(
-        _echo(nbytes, name)
-        for nbytes, name in (
-            (64 * KIB, "64 KiB"),
-            (MIB, "1 MiB"),
-            (16 * MIB, "16 MiB"),
-            (64 * MIB, "64 MiB"),
-            (256 * MIB, "256 MiB"),
-        )
-    ),
+    Echo.variant("echo 64 KiB", nbytes=64 * KIB),
+    *(Echo.variant(f"echo {mib} MiB", nbytes=mib * MIB) for mib in (1, 16, 64, 256)),
     RemoteToHere,
     OneToMany,
     ManyToOne,

@@ -1,7 +1,9 @@
 """Measures one program on several systems, in alternating rounds of one run."""
 
 import contextlib
+import re
 import statistics
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .systems import SYSTEMS, System, system_here
+from .systems import System, start, system_here
 from .worker_sets import WARM_UP, Start, WorkerSet, take_turns
 
-__all__ = ["Case", "Comparison", "Results", "compare", "seconds_of"]
+__all__ = ["RATIO_HEADER", "Case", "Comparison", "Results", "compare", "measure_rounds", "seconds_of"]
 
 Results = list[np.ndarray[Any, Any]]
+
+RATIO_HEADER = f"  | ratio: {'median':>7}  {'(rounds)':14}{'p99':>7}{'cpu':>7}"
+"""The names of the columns of `Comparison.ratio_columns`."""
 
 
 class Case(ABC):
@@ -33,6 +38,14 @@ class Case(ABC):
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
+
+    @classmethod
+    def variant(cls, name: str, **attributes: Any) -> "type[Case]":
+        """Returns a case with other attributes, at the top level of this one's module so that workers find it."""
+        names = {"__module__": cls.__module__, "name": name, **attributes}
+        case = type(re.sub(r"\W+", "_", name), (cls,), names)
+        setattr(sys.modules[cls.__module__], case.__name__, case)
+        return case
 
     def __init__(self, system: System) -> None:
         """Sets up what the steps share; called once on each system."""
@@ -90,6 +103,43 @@ class Comparison:
         pairs = zip(self.rounds[first], self.rounds[second], strict=True)
         return [statistics.median(one) / statistics.median(other) for one, other in pairs]
 
+    def time_columns(self, system: str) -> str:
+        """Returns the number of a system's calls and their times in microseconds, as columns."""
+        times = self.median(system), self.p99(system), self.cpu_of(system)
+        return f"{sum(map(len, self.rounds[system])):9}" + "".join(f"{each * 1e6:9.1f}" for each in times)
+
+    def ratio_columns(self, first: str, second: str) -> str:
+        """Returns the ratios of two systems, as columns: the medians, their rounds, the p99, processor time."""
+        ratios = self.ratios(first, second)
+        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+        p99, cpu = self.p99(first) / self.p99(second), self.cpu_of(first) / self.cpu_of(second)
+        return f"  |        {statistics.median(ratios):7.3f}  {spread:14}{p99:7.2f}{cpu:7.2f}"
+
+    def figures(self, system: str) -> dict[str, Any]:
+        """Returns the figures of a system as JSON values, in seconds."""
+        return {
+            "system": system,
+            "calls": sum(map(len, self.rounds[system])),
+            "median": self.median(system),
+            "p99": self.p99(system),
+            "cpu": self.cpu_of(system),
+            "medians of rounds": [statistics.median(each) for each in self.rounds[system]],
+        }
+
+    def all_figures(self) -> dict[str, Any]:
+        """Returns all figures as JSON values, with the seconds of each step, and the norms of the results."""
+        systems = {
+            name: {
+                **self.figures(name),
+                "rounds": self.rounds[name],
+                "results": [
+                    {"shape": result.shape, "norm": float(np.linalg.norm(result))} for result in self.results[name]
+                ],
+            }
+            for name in self.rounds
+        }
+        return {"case": self.case, "largest difference of results": self.difference, "systems": systems}
+
     @property
     def difference(self) -> float:
         """The largest absolute difference between two elements of the systems' results."""
@@ -101,18 +151,13 @@ class Comparison:
         return [seconds for one in self.rounds[system] for seconds in one]
 
 
-def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    SYSTEMS[system].start(rank, size, url)
-    return SYSTEMS[system].stop
-
-
 def compare(
     cases: Sequence[type[Case]],
     systems: Sequence[System],
     *,
     rounds: int,
     seconds: float,
-    start: Start = _start,
+    start: Start = start,
 ) -> Iterator[Comparison]:
     """Measures cases one after another, each on all systems.
 
@@ -143,15 +188,34 @@ def _compare(case: type[Case], sets: Sequence[WorkerSet], rounds: int, seconds: 
     for first, *others in zip(*results.values(), strict=True):
         for other in others:
             np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6, err_msg=case.name)
-    measured: dict[str, list[list[float]]] = {worker_set.name: [] for worker_set in sets}
+    return measure_rounds(case, sets, rounds, lambda each: each.ask(_measure, seconds), results)
+
+
+def measure_rounds(
+    case: type[Case],
+    sets: Sequence[WorkerSet],
+    rounds: int,
+    run: Callable[[WorkerSet], tuple[list[float], int]],
+    results: Mapping[str, Results] | None = None,
+) -> Comparison:
+    """Measures a case on several sets of workers, which take turns.
+
+    Args:
+        case: what is measured. Only the processor time of the workers that it needs counts.
+        sets: of workers.
+        rounds: turns of each set.
+        run: has a set do it for a turn; returns the seconds of each step, and how many more steps there were.
+        results: what the steps compute, by set.
+    """
+    seconds: dict[str, list[list[float]]] = {worker_set.name: [] for worker_set in sets}
     cpu: dict[str, list[float]] = {worker_set.name: [] for worker_set in sets}
     for worker_set in take_turns(sets, rounds):
-        before = sum(worker_set.ask_all(time.process_time))
-        steps, uncounted = worker_set.ask(_measure, seconds)
-        used = sum(worker_set.ask_all(time.process_time)) - before
-        measured[worker_set.name].append([step / case.calls for step in steps])
+        before = sum(worker_set.ask_all(time.process_time)[: case.workers])
+        steps, uncounted = run(worker_set)
+        used = sum(worker_set.ask_all(time.process_time)[: case.workers]) - before
+        seconds[worker_set.name].append([step / case.calls for step in steps])
         cpu[worker_set.name].append(used / (case.calls * (len(steps) + uncounted)))
-    return Comparison(case.name, case.workers, measured, results, cpu)
+    return Comparison(case.name, case.workers, seconds, results or {}, cpu)
 
 
 _case: Case | None = None

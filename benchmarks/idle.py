@@ -7,22 +7,18 @@ Each worker calls each other one once, so that all pairs are connected. After a 
 worker is measured for 20 s.
 """
 
-import argparse
-import json
 import os
 import statistics
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from .machine import load_average, machine_facts, thread_count
-from .systems import SYSTEMS, system_here, worker_name
+import psutil
+
+from .command_line import Report, arguments_of, make_parser
+from .systems import SYSTEMS, start, system_here, worker_name
 from .worker_sets import WorkerSet, preload
-
-TEXT_WIDTH = 100
 
 HEADER = (
     f"{'':14}{'workers':>8}{'start s':>10}{'connect s':>10}{'cpu median':>12}{'cpu max':>10}{'threads':>9}"
@@ -60,6 +56,11 @@ def call_each(size: int) -> None:
         call.wait()
 
 
+def thread_count() -> int:
+    """Returns the number of threads of this worker, those of C++ libraries included."""
+    return psutil.Process().num_threads()
+
+
 def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
     """Starts a group of workers and measures them.
 
@@ -70,7 +71,7 @@ def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
         seconds: length of the measurement.
     """
     begun = time.perf_counter()
-    with WorkerSet(system, workers, _start) as worker_set:
+    with WorkerSet(system, workers, start) as worker_set:
         start_s = time.perf_counter() - begun
         with worker_set.running():
             begun = time.perf_counter()
@@ -88,11 +89,6 @@ def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
     return Idle(system, workers, start_s, connect_s, cpu, threads, python_threads, first_threads)
 
 
-def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    SYSTEMS[system].start(rank, size, url)
-    return SYSTEMS[system].stop
-
-
 def row(idle: Idle) -> str:
     """Returns a line of the table."""
     return (
@@ -104,33 +100,23 @@ def row(idle: Idle) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.idle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.idle", __doc__)
     parser.add_argument("--workers", type=int, default=32, help="in the group (32)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=["gradwire"], help="(gradwire)")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds before the measurement (3)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the measurement (20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
-    arguments = parser.parse_args(argv)
-    if arguments.workers < 2:
-        parser.error(f"--workers is {arguments.workers}: give at least 2")
-    facts = machine_facts()
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    arguments = arguments_of(parser, argv)
     text = (
         "Seconds until all workers have joined, and until each has called each other one; processor time of "
         f"an idle worker over {arguments.seconds:g} s, in % of a core; its threads, those that run Python, and "
         "how many there were right after the first calls."
     )
-    print(f"\n{textwrap.fill(text, TEXT_WIDTH)}\n\n{HEADER}", flush=True)
-    results = []
+    report = Report(text, HEADER)
     for system in arguments.systems:
         idle = measure(system, arguments.workers, arguments.pause, arguments.seconds)
-        results.append(asdict(idle))
-        print(row(idle), flush=True)
-    print(f"\nload average after: {load_average()}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"facts": facts, "measured": results}, indent=1))
+        report.print(row(idle))
+        report.measured.append(asdict(idle))
+    report.close(arguments)
 
 
 if __name__ == "__main__":

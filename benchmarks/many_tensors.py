@@ -82,19 +82,10 @@ class Parameters(ManyTensors):
 
 
 def _list(count: int, nbytes: int, size: str, receivers: int = 1) -> type[Case]:
-    """Makes the case of one size, at the top level of this module so that workers find it."""
-    attributes = {
-        "__module__": __name__,
-        "name": f"{count:,} tensors of {size}" if receivers == 1 else f"{receivers} receivers, {count:,} x {size}",
-        "count": count,
-        "nbytes": nbytes,
-        "receivers": receivers,
-        "workers": 1 + receivers,
-        "calls": receivers,
-    }
-    case = type(f"Tensors{count}Of{size.replace(' ', '')}To{receivers}", (ManyTensors,), attributes)
-    globals()[case.__name__] = case
-    return case
+    """Returns the case of a list of tensors of one size."""
+    name = f"{count:,} tensors of {size}" if receivers == 1 else f"{receivers} receivers, {count:,} x {size}"
+    sizes = {"count": count, "nbytes": nbytes, "receivers": receivers}
+    return ManyTensors.variant(name, workers=1 + receivers, calls=receivers, **sizes)
 
 
 CASES: list[type[Case]] = [

@@ -9,7 +9,6 @@ asks the workers for their state, it is a third process, which asks once in each
 """
 
 import contextlib
-import statistics
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -21,11 +20,10 @@ from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.page import Page
 
-from .calls import noop_times
-from .harness import Comparison
-from .machine import machine_facts
+from .calls import Noop, noop_times
+from .command_line import Report, add_rounds, arguments_of, make_parser
+from .harness import RATIO_HEADER, Comparison, measure_rounds
 from .systems import worker_name
-from .text_report import arguments_of, make_parser, publish
 from .worker_sets import WorkerSet, preload, take_turns
 
 SAVED = "observability.txt"
@@ -49,10 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The options of the workers of each row."""
 
-HEADER = (
-    f"{'':18}{'calls':>9}{'median':>9}{'p99':>9}{'cpu':>9}"
-    f"  | ratio: {'median':>7}  {'(rounds)':14}{'p99':>7}{'cpu':>7}"
-)
+HEADER = f"{'':18}{'calls':>9}{'median':>9}{'p99':>9}{'cpu':>9}{RATIO_HEADER}"
 
 _url = ""
 """What the third process asks."""
@@ -112,70 +107,37 @@ def run_round(seconds: float) -> tuple[list[float], int] | None:
 
 def measure(names: Sequence[str], rounds: int, seconds: float) -> Comparison:
     """Measures the rows of these names."""
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    cpu: dict[str, list[float]] = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
         sets = [stack.enter_context(WorkerSet(name, 3, start)) for name in names]
         for worker_set in take_turns(sets, 1):
             if worker_set.name in PATHS:
                 worker_set.ask_all(set_url, worker_set.ask(url_of, PATHS[worker_set.name]))
             worker_set.ask_all(run_round, min(seconds, 0.2))
-        for worker_set in take_turns(sets, rounds):
-            before = sum(worker_set.ask_all(time.process_time)[:2])
-            (measured, uncounted), *_ = worker_set.ask_all(run_round, seconds)
-            used = sum(worker_set.ask_all(time.process_time)[:2]) - before
-            times[worker_set.name].append(measured)
-            cpu[worker_set.name].append(used / (len(measured) + uncounted))
-    return Comparison("noop", 2, times, cpu=cpu)
-
-
-def row(comparison: Comparison, name: str) -> str:
-    """Returns the line of a row."""
-    line = f"{name:18}{sum(map(len, comparison.rounds[name])):9}"
-    line += "".join(
-        f"{value(name) * 1e6:9.1f}" for value in (comparison.median, comparison.p99, comparison.cpu_of)
-    )
-    if name != OFF:
-        ratios = comparison.ratios(name, OFF)
-        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-        line += f"  |        {statistics.median(ratios):7.3f}  {spread:14}"
-        line += f"{comparison.p99(name) / comparison.p99(OFF):7.2f}"
-        line += f"{comparison.cpu_of(name) / comparison.cpu_of(OFF):7.2f}"
-    return line
+        return measure_rounds(Noop, sets, rounds, lambda each: each.ask_all(run_round, seconds)[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = make_parser("observability", __doc__, SAVED, rounds=12, seconds=ROUND_S)
+    parser = make_parser("benchmarks.observability", __doc__, SAVED)
+    add_rounds(parser, rounds=12, seconds=ROUND_S)
+    rows = list(OPTIONS)
     parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=OPTIONS,
-        default=list(OPTIONS),
-        metavar="ROW",
-        help="only these, and the first",
+        "--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help="only these, and the first"
     )
     arguments = arguments_of(parser, argv)
-    facts = machine_facts()
-    names = [name for name in OPTIONS if name == OFF or name in arguments.rows]
-    comparison = measure(names, arguments.rounds, arguments.seconds)
     text = (
         f"Microseconds of a call that carries nothing, in {arguments.rounds} rounds of {arguments.seconds:g} s of "
         "each row; processor time (cpu) is that of both workers together. The ratio is the median of those of the "
         f"medians of single rounds to the row {OFF!r}; in brackets, the lowest and the highest one."
     )
-    measured = [
-        {
-            "row": name,
-            "calls": sum(map(len, each)),
-            "median": comparison.median(name),
-            "p99": comparison.p99(name),
-            "cpu": comparison.cpu_of(name),
-            "medians of rounds": [statistics.median(one) for one in each],
-        }
-        for name, each in comparison.rounds.items()
-    ]
-    publish(arguments, SAVED, facts, text, [HEADER, *(row(comparison, name) for name in names)], measured)
+    report = Report(text, HEADER)
+    names = [name for name in OPTIONS if name == OFF or name in arguments.rows]
+    comparison = measure(names, arguments.rounds, arguments.seconds)
+    for name in names:
+        ratios = "" if name == OFF else comparison.ratio_columns(name, OFF)
+        report.print(f"{name:18}{comparison.time_columns(name)}{ratios}")
+        report.measured.append(comparison.figures(name))
+    report.close(arguments, SAVED)
 
 
 if __name__ == "__main__":

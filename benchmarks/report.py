@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .harness import Comparison
-from .systems import GRADWIRE, GRADWIRE_GRPC, GRADWIRE_TCP, SYSTEMS, TORCH, TORCH_UV, System
+from .systems import GRADWIRE, GRADWIRE_GRPC, GRADWIRE_TCP, TORCH, TORCH_UV, System
 
-__all__ = ["Table", "figures", "plot"]
+__all__ = ["DESCRIPTION", "Table", "plot"]
 
 MILLISECONDS = 1e3
 
@@ -163,32 +162,3 @@ def plot(path: Path, comparisons: Sequence[Comparison]) -> None:
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def figures(facts: dict[str, str], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Returns all figures as JSON-compatible values; times are in seconds."""
-    return {
-        "facts": facts,
-        "versions": {name: system.version for name, system in SYSTEMS.items()},
-        "cases": [
-            {
-                "case": comparison.case,
-                "workers": comparison.workers,
-                "largest difference of results": comparison.difference,
-                "systems": {
-                    name: {
-                        "median": comparison.median(name),
-                        "p99": comparison.p99(name),
-                        "cpu": comparison.cpu_of(name),
-                        "rounds": comparison.rounds[name],
-                        "results": [
-                            {"shape": result.shape, "norm": float(np.linalg.norm(result))}
-                            for result in comparison.results[name]
-                        ],
-                    }
-                    for name in comparison.rounds
-                },
-            }
-            for comparison in comparisons
-        ],
-    }

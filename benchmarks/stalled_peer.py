@@ -8,7 +8,6 @@ calls without arguments to a third one, before and during that. It prints the me
 these, and how much its memory has grown, next to the bound that flow control sets.
 """
 
-import argparse
 import ctypes
 import os
 import signal
@@ -22,13 +21,11 @@ import torch
 
 from gradwire import rpc
 
-from .machine import load_average, resident_bytes
+from .calls import KIB, MIB, noop
+from .command_line import Report, arguments_of, make_parser, resident_bytes
 from .worker_sets import WorkerSet, preload
 
 CALLER, THIRD, STOPPED, SLOW = NAMES = ["caller", "third", "stopped", "slow"]
-
-KIB = 2**10
-MIB = 2**20
 
 BYTES_PER_S = 10_000_000
 """What the slow worker takes."""
@@ -40,10 +37,6 @@ SUSPECT_AFTER_S = 3600.0
 """Seconds after which a worker is suspect: calls to one that is fail at once, so that none would wait any more."""
 
 _taking = threading.Lock()
-
-
-def noop() -> None:
-    """Does nothing."""
 
 
 def take(data: torch.Tensor) -> int:
@@ -142,42 +135,41 @@ def measure(workers: WorkerSet, seconds: float) -> tuple[np.ndarray, int]:
     return np.array(times) * 1e6, memory
 
 
-def print_figures(before: np.ndarray, during: np.ndarray) -> None:
-    """Prints the percentiles of the calls to the third worker."""
-    print(f"{'noop to a third worker':24}{'calls':>9}{'median':>12}{'99th':>12}")
-    for name, times in (("before", before), ("during", during)):
-        median, high = np.percentile(times, (50, 99))
-        print(f"{name:24}{len(times):9}{median:9.1f} us{high:9.1f} us")
-    ratios = np.percentile(during, (50, 99)) / np.percentile(before, (50, 99))
-    print(f"{'ratio':33}{ratios[0]:9.2f}   {ratios[1]:9.2f}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.stalled_peer", description=__doc__.splitlines()[0])
+    parser = make_parser("benchmarks.stalled_peer", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="for which the worker is stopped (60)")
     parser.add_argument("--kib", type=int, default=256, help="KiB of the tensor in each call (256)")
     parser.add_argument("--in-flight", type=int, default=64, help="MiB that may be in flight to each worker (64)")
-    arguments = parser.parse_args(argv)
-    in_flight = arguments.in_flight * MIB
-    print(f"{len(os.sched_getaffinity(0))} cores, load average before: {load_average()}")
-    with WorkerSet("gradwire", len(NAMES), partial(start_worker, in_flight)) as workers, workers.running():
+    arguments = arguments_of(parser, argv)
+    text = (
+        f"Microseconds of calls to a third worker, before and for {arguments.seconds:g} s while two are stalled."
+    )
+    report = Report(text, f"{'noop to a third worker':24}{'calls':>9}{'median':>12}{'99th':>12}")
+    start = partial(start_worker, arguments.in_flight * MIB)
+    with WorkerSet("gradwire", len(NAMES), start) as workers, workers.running():
         process = workers.ask(connect)
         measure(workers, min(1.0, arguments.seconds))
         before, memory_before = measure(workers, min(10.0, arguments.seconds))
         workers.ask(begin, process, arguments.kib * KIB)
         during, memory_during = measure(workers, arguments.seconds)
         floods = workers.ask(end, process)
-    print_figures(before, during)
+    percentiles = [np.percentile(times, (50, 99)) for times in (before, during)]
+    for name, times, (median, high) in zip(("before", "during"), (before, during), percentiles, strict=True):
+        report.print(f"{name:24}{len(times):9}{median:9.1f} us{high:9.1f} us")
+        report.measured.append({"when": name, "calls": len(times), "median": median / 1e6, "p99": high / 1e6})
+    ratios = percentiles[1] / percentiles[0]
+    report.print(f"{'ratio':33}{ratios[0]:9.2f}   {ratios[1]:9.2f}")
     for worker, calls, highest in floods:
-        print(
+        report.print(
             f"calls to the {worker + ' worker':14} {calls:7}, "
             f"in flight at most {highest / MIB:7.1f} MiB of {arguments.in_flight} MiB"
         )
-    print(
+    report.print(
         f"the caller's memory grew by {(memory_during - memory_before) / MIB:.1f} MiB; "
         f"bound of what is in flight: {2 * arguments.in_flight} MiB"
     )
+    report.close(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the memory and the throughput of a stream.
 
-    python benchmarks/stream_memory.py [--mebibytes 1024] [--pause 0.02]
+    python -m benchmarks.stream_memory [--mebibytes 1024] [--pause 0.02]
 
 One process streams tensors of 1 to 16 MiB to another, once to a slow consumer and once to a fast one. For both
 ends it prints the peak of the bytes that were sent and not consumed, as gradwire counts them, and the peak
@@ -8,38 +8,31 @@ growth of the process's memory (RSS). The C library is told to return freed bloc
 the memory in use.
 """
 
-import argparse
 import ctypes
-import multiprocessing
-import os
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gradwire import rpc
 
-MIB = 1 << 20
+from .calls import KIB, MIB
+from .command_line import Report, arguments_of, make_parser, resident_bytes
+from .worker_sets import WorkerSet, preload
+
 SIZES = [1, 2, 4, 8, 16]
 """Sizes of the items in MiB; they repeat."""
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def rss() -> int:
-    """Returns the resident memory of this process, in bytes."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * PAGE
+PEAKS = "".join(f" {end + ': buffered':>20} {'memory':>8}" for end in ("producer", "consumer"))
 
 
 class MemoryWatch:
     """Samples the memory of this process from a thread, until `stop`."""
 
     def __init__(self) -> None:
-        self.before = self.rss = rss()
+        self.before = self.rss = resident_bytes()
         self.buffered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -49,7 +42,7 @@ class MemoryWatch:
         """Takes a sample."""
         info = rpc.debug_info()
         self.buffered = max(self.buffered, info["stream_bytes_received"], info["stream_bytes_sent"])
-        self.rss = max(self.rss, rss())
+        self.rss = max(self.rss, resident_bytes())
 
     def _watch(self) -> None:
         while not self._stopped.wait(0.01):
@@ -93,46 +86,36 @@ def consume(mebibytes: int, pause: float) -> tuple[float, tuple[float, float], t
     return time.perf_counter() - start, theirs, peaks.stop()
 
 
-def work(rank: int, url: str, mebibytes: int, pause: float) -> None:
-    """Runs in each of the two processes."""
+def start(_: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    """Joins the RPC group."""
     mmap_threshold = -3
-    ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)
+    ctypes.CDLL(None).mallopt(mmap_threshold, 256 * KIB)
     options = rpc.RpcBackendOptions(init_method=url)
-    rpc.init_rpc(["consumer", "producer"][rank], rank=rank, world_size=2, rpc_backend_options=options)
-    if rank == 0:
-        consume(64, 0.0)  # what connections and threads take once
-        print(f"{mebibytes} MiB in tensors of {SIZES} MiB, window 16 MiB; peaks in MiB")
-        print(f"{'consumer':16} {'MiB/s':>8} {'producer: buffered':>20} {'memory':>8}", end="")
-        print(f" {'consumer: buffered':>20} {'memory':>8}")
-        for name, seconds in ((f"{pause * 1e3:g} ms an item", pause), ("at once", 0.0)):
-            took, theirs, mine = consume(mebibytes, seconds)
-            print(f"{name:16} {mebibytes / took:8.0f} {theirs[0]:20.1f} {theirs[1]:8.1f}", end="")
-            print(f" {mine[0]:20.1f} {mine[1]:8.1f}")
-    rpc.shutdown()
+    rpc.init_rpc(["consumer", "producer"][rank], rank=rank, world_size=size, rpc_backend_options=options)
+    return rpc.shutdown
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.stream_memory", __doc__)
     parser.add_argument("--mebibytes", type=int, default=1024, help="of tensors altogether (1024)")
     parser.add_argument(
         "--pause", type=float, default=0.02, help="seconds for each item of a slow consumer (0.02)"
     )
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=work, args=(rank, f"file://{folder}/rendezvous", arguments.mebibytes, arguments.pause)
-            )
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
+    arguments = arguments_of(parser, argv)
+    text = f"{arguments.mebibytes} MiB in tensors of {SIZES} MiB, window 16 MiB; peaks in MiB."
+    report = Report(text, f"{'consumer':16} {'MiB/s':>8}{PEAKS}")
+    with WorkerSet("gradwire", 2, start) as workers, workers.running():
+        workers.ask(consume, 64, 0.0)  # what connections and threads take once
+        for pause in (arguments.pause, 0.0):
+            took, theirs, mine = workers.ask(consume, arguments.mebibytes, pause)
+            name = f"{pause * 1e3:g} ms an item" if pause else "at once"
+            peaks = "".join(f" {buffered:20.1f} {memory:8.1f}" for buffered, memory in (theirs, mine))
+            report.print(f"{name:16} {arguments.mebibytes / took:8.0f}{peaks}")
+            report.measured.append({"pause": pause, "seconds": took, "producer": theirs, "consumer": mine})
+    report.close(arguments)
 
 
 if __name__ == "__main__":
+    preload()
     main()

@@ -25,6 +25,7 @@ __all__ = [
     "TORCH_UV",
     "System",
     "gradwire_system",
+    "start",
     "system_here",
     "torch_system",
     "worker_name",
@@ -56,10 +57,6 @@ class System:
         self.rpc.init_rpc(
             worker_name(rank), rank=rank, world_size=world_size, rpc_backend_options=self.options(url)
         )
-
-    def stop(self) -> None:
-        """Leaves the RPC group when all workers do."""
-        self.rpc.shutdown()
 
 
 def _drop_warnings_of_torch() -> None:
@@ -128,3 +125,9 @@ TORCH_UV = torch_system("torch-tcp", _transports=["uv"], _channels=["basic"])
 """TensorPipe over TCP, as between hosts. It does not spin."""
 
 SYSTEMS = {system.name: system for system in (GRADWIRE, GRADWIRE_TCP, GRADWIRE_GRPC, TORCH, TORCH_UV)}
+
+
+def start(name: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    """Joins the RPC group of one of SYSTEMS: starts a worker of a WorkerSet. Returns what leaves it."""
+    SYSTEMS[name].start(rank, size, url)
+    return SYSTEMS[name].rpc.shutdown  # type: ignore[no-any-return]

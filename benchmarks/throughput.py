@@ -9,21 +9,17 @@ fails if a call is lost, runs twice or gets another answer. The systems run in t
 the server that has most.
 """
 
-import argparse
 import contextlib
 import itertools
-import json
 import math
-import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from .machine import load_average, machine_facts, resident_bytes
-from .systems import SYSTEMS, system_here, worker_name
+from .command_line import Report, arguments_of, make_parser, resident_bytes
+from .systems import SYSTEMS, start, system_here, worker_name
 from .worker_sets import WorkerSet, preload, take_turns
 
 PATTERNS = ["many-to-one", "one-to-many"]
@@ -37,8 +33,6 @@ WARM_UP_S = 0.2
 """Seconds of calls before the first turn, which connect all workers."""
 
 MIB = 1 << 20
-
-TEXT_WIDTH = 104
 
 HEADER = (
     f"{'':12} {'':14}{'calls':>10}{'calls/s':>10}{'us':>10}{'cpu us':>10}{'ratio':>8}{'cpu':>8}"
@@ -98,7 +92,7 @@ def call_for(seconds: float, in_flight: int, callers: Sequence[int], servers: Se
     if rpc.get_worker_info().id not in callers:
         return 0, 0.0
     numbers, names = itertools.count(), itertools.cycle([worker_name(rank) for rank in servers])
-    start = time.perf_counter()
+    begun = time.perf_counter()
     calls = deque(
         (number, rpc.rpc_async(next(names), serve, args=(number,)))
         for number in itertools.islice(numbers, in_flight)
@@ -107,10 +101,10 @@ def call_for(seconds: float, in_flight: int, callers: Sequence[int], servers: Se
         number, call = calls.popleft()
         if (answer := call.wait()) != number:
             raise AssertionError(f"call {number} is answered with {answer!r}")
-        if time.perf_counter() < start + seconds:
+        if time.perf_counter() < begun + seconds:
             number = next(numbers)
             calls.append((number, rpc.rpc_async(next(names), serve, args=(number,))))
-    return next(numbers), time.perf_counter() - start
+    return next(numbers), time.perf_counter() - begun
 
 
 @dataclass(slots=True)
@@ -149,7 +143,7 @@ def measure(pattern: str, systems: Sequence[str], peers: int, in_flight: int, se
     rounds = max(MIN_ROUNDS, math.ceil(seconds / ROUND_S))
     measured = {system: Throughput(pattern, system) for system in systems}
     with contextlib.ExitStack() as stack:
-        sets = [stack.enter_context(WorkerSet(system, peers + 1, _start)) for system in systems]
+        sets = [stack.enter_context(WorkerSet(system, peers + 1, start)) for system in systems]
         for worker_set in take_turns(sets, 1):
             _check(worker_set, worker_set.ask_all(call_for, WARM_UP_S, in_flight, callers, servers))
             measured[worker_set.name].bytes_before = _server_bytes(worker_set, servers)
@@ -162,11 +156,6 @@ def measure(pattern: str, systems: Sequence[str], peers: int, in_flight: int, se
             total.seconds += max(taken for _, taken in done)
             total.bytes_after = _server_bytes(worker_set, servers)
     return list(measured.values())
-
-
-def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    SYSTEMS[system].start(rank, size, url)
-    return SYSTEMS[system].stop
 
 
 def _check(worker_set: WorkerSet, done: Sequence[tuple[int, float]]) -> int:
@@ -198,34 +187,7 @@ def row(measured: Throughput, reference: Throughput) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = _arguments(argv)
-    facts = machine_facts()
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    systems = list(dict.fromkeys(arguments.systems))
-    text = (
-        f"{arguments.in_flight} calls in flight of each caller, to or from {arguments.peers} others, for "
-        f"{arguments.seconds:g} s on each system. Times are those of a call, processor times (cpu) those of all "
-        f"workers together; ratios are those of {systems[0]} to each system. Memory is in MiB, of a server, "
-        "before and after."
-    )
-    print(f"\n{textwrap.fill(text, TEXT_WIDTH)}\n\n{HEADER}", flush=True)
-    results = []
-    for pattern in arguments.patterns or PATTERNS:
-        measured = measure(pattern, systems, arguments.peers, arguments.in_flight, arguments.seconds)
-        results += [asdict(each) for each in measured]
-        for each in measured:
-            print(row(each, measured[0]), flush=True)
-    print(f"\nload average after (the benchmark's own included): {load_average()}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"facts": facts, "measured": results}, indent=1))
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.throughput", __doc__)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=f"{' or '.join(PATTERNS)} (both)")
     parser.add_argument("--peers", type=int, default=8, help="callers of one server, or servers of one caller (8)")
     parser.add_argument("--in-flight", type=int, default=64, help="calls that each caller keeps in flight (64)")
@@ -238,17 +200,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SYSTEM",
         help=f"some of {', '.join(SYSTEMS)} (gradwire torch torch-tcp); all are compared with the first",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
-    arguments = parser.parse_args(argv)
+    arguments = arguments_of(parser, argv)
     if unknown := set(arguments.patterns) - set(PATTERNS):
         parser.error(f"{sorted(unknown)[0]!r} is no pattern: give {' or '.join(PATTERNS)}")
-    if arguments.peers < 1:
-        parser.error(f"--peers is {arguments.peers}: give at least 1")
-    if arguments.in_flight < 1:
-        parser.error(f"--in-flight is {arguments.in_flight}: give at least 1")
     if not arguments.seconds > 0:
         parser.error(f"--seconds is {arguments.seconds:g}: give more than 0")
-    return arguments
+    systems = list(dict.fromkeys(arguments.systems))
+    text = (
+        f"{arguments.in_flight} calls in flight of each caller, to or from {arguments.peers} others, for "
+        f"{arguments.seconds:g} s on each system. Times are those of a call, processor times (cpu) those of all "
+        f"workers together; ratios are those of {systems[0]} to each system. Memory is in MiB, of a server, "
+        "before and after."
+    )
+    report = Report(text, HEADER)
+    for pattern in arguments.patterns or PATTERNS:
+        measured = measure(pattern, systems, arguments.peers, arguments.in_flight, arguments.seconds)
+        report.print(*(row(each, measured[0]) for each in measured))
+        report.measured += [asdict(each) for each in measured]
+    report.close(arguments)
 
 
 if __name__ == "__main__":
