@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import gradwire.c10d
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-import gradwire.c10d
 
 __all__ = ["BACKENDS", "Backend", "Tensors"]
 

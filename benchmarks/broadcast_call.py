@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-
 from gradwire import rpc
 
 from .calls import MIB

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-
 from gradwire import rpc
 
 from .harness import Case, seconds_of

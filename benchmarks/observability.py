@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.page import Page

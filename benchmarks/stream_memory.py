@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-
 from gradwire import rpc
 
 from .calls import KIB, MIB

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.autograd
-import torch.distributed.optim
-import torch.distributed.rpc
-
 import gradwire
 import gradwire.autograd
 import gradwire.optim
 import gradwire.rpc
+import torch
+import torch.distributed.autograd
+import torch.distributed.optim
+import torch.distributed.rpc
 
 __all__ = [
     "GRADWIRE",

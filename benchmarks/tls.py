@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-
 from gradwire import rpc
 from gradwire.c10d import Credentials
 

@@ -17,7 +17,7 @@ from ..errors import RpcError
 from ..rpc.contracts.messages import Incoming, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..torch_internals import ExperimentalConfig
-from .method_names import MethodNames
+from ..view.names import MethodNames
 from .recording import MAX_CALLS, Call, ProfileRequest, Recording, Run
 
 __all__ = ["Recorder"]

@@ -90,12 +90,6 @@ class Histogram:
         rank = max(fraction * totals[-1], 1)
         return _middle_ns(int(np.searchsorted(totals, rank))) / 1e9
 
-    def merge(self, other: "Histogram") -> None:
-        """Adds the durations of another histogram."""
-        self._counts += other.counted()
-        self._count += other._count
-        self._total_ns += other._total_ns
-
     def as_json(self) -> dict[str, float | list[int] | None]:
         """Returns the quantiles that are shown and the sum, in seconds, and how many were within each bound."""
         totals = np.cumsum(self.counted())

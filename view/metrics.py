@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -26,9 +25,7 @@ def metrics(overview: Json) -> bytes:
     Args:
         overview: its state, as `overview_of` returns it.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_OverviewCollector(overview))
-    return generate_latest(registry)
+    return generate_latest(_OverviewCollector(overview))
 
 
 class _OverviewCollector(Collector):

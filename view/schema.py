@@ -5,6 +5,7 @@ from typing import Any
 
 from ..net.peer_text import printable
 from .histogram import BOUNDS_S
+from .timeline import COUNTERS
 
 __all__ = ["MAX_RANKS", "problem_of"]
 
@@ -123,6 +124,16 @@ def _group(value: Any) -> str | None:
     return None if value["rank"] < value["size"] <= MAX_RANKS else ".rank is none of the group"
 
 
+_TIMELINE_COLUMNS = _with(_names(_each(_number), "ended", "seconds", *COUNTERS))
+
+
+def _timeline(value: Any) -> str | None:
+    if (problem := _TIMELINE_COLUMNS(value)) is not None:
+        return problem
+    lengths = {len(value[name]) for name in ("ended", "seconds", *COUNTERS)}
+    return None if len(lengths) == 1 else " has columns of different lengths"
+
+
 _STATE = _with(
     {
         "time": _number,
@@ -196,6 +207,6 @@ _STATE = _with(
         "process_groups": _each(_group),
         "events": _each(_with({"time": _number, **_names(_text, "event", "worker", "reason")})),
         "log": _each(_with({"time": _number, "text": _text})),
-        "timeline": _by_name(_each(_number)),
+        "timeline": _timeline,
     }
 )

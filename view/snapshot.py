@@ -11,20 +11,25 @@ import psutil
 import torch
 
 from ..autograd.extension import Autograd
+from ..c10d.groups.process_group import ProcessGroup
 from ..net.peer_text import printable
 from ..rpc.contracts.agent import RpcAgent
 from ..rref.forks import References
-from .groups import process_groups
+from ..torch_internals import known_groups
 from .stacks import current_line
 from .statistics import CallStatistics
 
-__all__ = ["VERSION", "snapshot"]
+__all__ = ["VERSION", "process_groups", "snapshot"]
 
 MAX_LINE_CHARACTERS = 500
 """Of a line of the log."""
 
 VERSION = 1
 """The version of the schema; it grows when a name is removed or changes its meaning."""
+
+MAX_GROUPS = 64
+MAX_MESSAGES = 32
+"""Sends and receives in flight that are shown of a group."""
 
 MAX_CONTEXTS = 256
 """Autograd contexts that are shown; the oldest ones."""
@@ -154,3 +159,28 @@ def _contexts(agent: RpcAgent) -> dict[str, Any]:
         for context in found[:MAX_CONTEXTS]
     ]
     return {"count": len(found), "oldest": shown}
+
+
+def process_groups() -> list[dict[str, Any]]:
+    """Returns gradwire's process groups as JSON values, with their last collective and messages in flight."""
+    groups = [group for group in list(known_groups()) if isinstance(group, ProcessGroup)]
+    # One that is to be formed by `reconfigure` has no ranks yet.
+    return [_group(group) for group in groups[:MAX_GROUPS] if group.size() > 0]
+
+
+def _group(group: ProcessGroup) -> dict[str, Any]:
+    record = group.flight_record()
+    operations = record["operations"]
+    collectives = [each for each in operations if each["kind"] == "collective"]
+    messages = [each for each in operations if each["kind"] != "collective" and each["state"] == "in flight"]
+    return {
+        **{name: record[name] for name in ("name", "backend", "rank", "size", "global_ranks")},
+        "failure": str(group.failure) if group.failure is not None else None,
+        "collective": _operation(collectives[-1]) if collectives else None,
+        "messages": [_operation(each) for each in messages[-MAX_MESSAGES:]],
+    }
+
+
+def _operation(operation: dict[str, Any]) -> dict[str, Any]:
+    names = ("number", "operation", "state", "error", "peer", "bytes", "call_site")
+    return {**{name: operation[name] for name in names}, "since": operation["began"]}

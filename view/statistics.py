@@ -3,30 +3,32 @@
 import concurrent.futures
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Self, TypeVar, final
+from typing import Any, TypeVar, final
 
 from ..errors import Outcome
 from ..net.peer_text import printable
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
-from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Request
+from ..rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Request
 from ..rpc.contracts.view import View
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rref.methods import method_of_call
 from .histogram import Histogram
-from .names import FUNCTION_KINDS, OTHER, Names, operation_key
+from .names import FUNCTION_KINDS, METHOD_CALL, OPERATIONS, MethodNames
 from .timeline import COUNTERS, Timeline
 
-__all__ = ["CallStatistics", "view_of"]
+__all__ = ["OTHER", "CallStatistics", "view_of"]
+
+OTHER = "other"
+"""The function, and the worker, of calls beyond the bound."""
 
 MAX_ARRIVALS = 1 << 16
 """Requests that wait for a thread and whose time of arrival is kept; that of further ones is not."""
@@ -43,7 +45,7 @@ def view_of(agent: RpcAgent) -> View | None:
     return agent.options.view if agent.options.view is not None else View.from_environment()
 
 
-class _Series(ABC):
+class _Series:
     """The calls of one function between two workers."""
 
     __slots__ = ("durations", "function", "last_error", "peer")
@@ -54,21 +56,15 @@ class _Series(ABC):
         self.last_error: tuple[float, str] | None = None
         """The time, in seconds since 1970, and the text of the last error."""
 
-    def merge_error(self, other: Self) -> None:
-        """Keeps the later one of the errors of two series."""
-        self.last_error = max(self.last_error, other.last_error, key=lambda each: each[0] if each else 0.0)
-
-    def error_as_json(self) -> dict[str, Any] | None:
-        """Returns the last error as JSON values; None if there was none."""
-        return None if self.last_error is None else {"time": self.last_error[0], "text": self.last_error[1]}
-
-    @abstractmethod
-    def merge(self, other: Self) -> None:
-        """Adds the counts of another series."""
-
-    @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """Returns the names and counts as JSON values."""
+        """Returns names, counts and the last error as JSON values; subclasses add what else they have."""
+        error = self.last_error
+        return {
+            "function": self.function,
+            "count": self.durations.count,
+            "last_error": None if error is None else {"time": error[0], "text": error[1]},
+            "duration": self.durations.as_json(),
+        }
 
 
 @final
@@ -82,22 +78,9 @@ class _Sent(_Series):
         self.in_flight = 0
         self.failures: Counter[Outcome] = Counter()
 
-    def merge(self, other: "_Sent") -> None:
-        self.in_flight += other.in_flight
-        self.failures.update(other.failures)
-        self.merge_error(other)
-        self.durations.merge(other.durations)
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            "function": self.function,
-            "worker": self.peer,
-            "count": self.durations.count,
-            "in_flight": self.in_flight,
-            "failures": {outcome.name.lower(): self.failures[outcome] for outcome in Outcome},
-            "last_error": self.error_as_json(),
-            "duration": self.durations.as_json(),
-        }
+        failures = {outcome.name.lower(): self.failures[outcome] for outcome in Outcome}
+        return {**super().as_json(), "worker": self.peer, "in_flight": self.in_flight, "failures": failures}
 
 
 @final
@@ -112,23 +95,15 @@ class _Served(_Series):
         self.queued = Histogram()
         """How long each call has waited before it began."""
 
-    def merge(self, other: "_Served") -> None:
-        self.failed += other.failed
-        self.merge_error(other)
-        self.durations.merge(other.durations)
-        self.queued.merge(other.queued)
-
     def as_json(self) -> dict[str, Any]:
-        ended = self.durations.count
+        found = super().as_json()
+        running = max(self.queued.count - found["count"], 0)
         return {
-            "function": self.function,
+            **found,
             "caller": self.peer,
-            "count": ended,
-            "running": max(self.queued.count - ended, 0),
+            "running": running,
             "failed": self.failed,
-            "last_error": self.error_as_json(),
             "queued": self.queued.as_json(),
-            "duration": self.durations.as_json(),
         }
 
 
@@ -147,13 +122,16 @@ class CallStatistics(Extension):
         view = view_of(agent)
         self.is_on = view is not None and view.statistics
         limit = view.max_names if view is not None else 1
-        self._names = Names(limit)
+        self._max_names = limit
         self._max_series = limit * SERIES_PER_NAME
+        self._methods = MethodNames()
+        self._functions: set[str] = set()
+        self._workers: set[str] = set()
         self._lock = threading.RLock()  # reentrant for a signal handler, or a finalizer, that makes a call
         # What every call changes are single operations on dicts, and needs no lock.
-        self._sent: dict[Any, _Sent] = {}
-        """By what tells functions apart and the name of the worker; several keys may have the same series."""
-        self._served: dict[Any, _Served] = {}
+        self._sent: dict[tuple[str, str], _Sent] = {}
+        """By the names of function and worker."""
+        self._served: dict[tuple[str, str], _Served] = {}
         self._known_sent: _Known[_Sent] = {}
         self._in_flight: dict[int, tuple[_Sent, int]] = {}
         """The series and the beginning of each call of this worker that has no answer, by its id."""
@@ -263,46 +241,39 @@ class CallStatistics(Extension):
         self,
         known_table: _Known[S],
         known: tuple[Any, ...],
-        table: dict[Any, S],
+        table: dict[tuple[str, str], S],
         make: Callable[[str, str], S],
         kind: MessageType.ValueType,
         value: Any,
         worker: WorkerInfo,
     ) -> S:
-        """Returns the series of a call that is not found by the function alone."""
+        """Returns the series of a call that the function alone does not tell, or that of all beyond the bound."""
         if kind in FUNCTION_KINDS and (method := method_of_call(value)) is not None:
             known = (known[0], method), *known[1:]  # one function calls the methods of all references
             if (found := known_table.get(known)) is not None:
                 return found
-        series = self._series(table, make, kind, value, worker)
-        self._remember(known_table, known, series)
+        name, operation = self._methods.of(kind, value)
+        name = f"RRef.{name}" if operation == METHOD_CALL else name
+        if kind in FUNCTION_KINDS and kind != CALL:
+            name = f"{OPERATIONS[kind]} {name}"
+        with self._lock:
+            names = self._bounded(self._functions, name), self._bounded(self._workers, printable(worker.name))
+            if names not in table and len(table) >= self._max_series:
+                names = OTHER, OTHER
+            if names not in table:
+                table[names] = make(*names)
+            series = table[names]
+        if known[0] is not None:  # else it is told apart by names only
+            if len(known_table) >= self._max_series:
+                known_table.clear()
+            known_table[known] = series
         return series
 
-    def _series(
-        self,
-        table: dict[Any, S],
-        make: Callable[[str, str], S],
-        kind: MessageType.ValueType,
-        value: Any,
-        worker: WorkerInfo,
-    ) -> S:
-        """Returns the series of a call, or that of all calls beyond the bound."""
-        key: Any = *operation_key(kind, value), worker.name
-        with self._lock:
-            if key not in table and len(table) >= self._max_series:
-                key = OTHER
-            if key not in table:
-                names = (OTHER, OTHER) if key == OTHER else self._names.of(kind, value, worker)
-                table[key] = make(*names)
-            return table[key]
-
-    def _remember(self, table: _Known[S], known: tuple[Any, ...], series: S) -> None:
-        """Has the series of a call be found by the function itself, up to a bound."""
-        if known[0] is None:  # it is told apart by names only
-            return
-        if len(table) >= self._max_series:
-            table.clear()
-        table[known] = series
+    def _bounded(self, names: set[str], name: str) -> str:
+        if name not in names and len(names) >= self._max_names:
+            return OTHER
+        names.add(name)
+        return name
 
     def sent(self) -> list[dict[str, Any]]:
         """Returns the calls of this worker by function and worker, as JSON values."""
@@ -310,12 +281,12 @@ class CallStatistics(Extension):
             in_flight = Counter(id(series) for series, _ in list(self._in_flight.values()))
             for each in self._sent.values():
                 each.in_flight = in_flight[id(each)]
-            return [each.as_json() for each in _merged(self._sent.values())]
+            return [self._sent[names].as_json() for names in sorted(self._sent)]
 
     def served(self) -> list[dict[str, Any]]:
         """Returns the calls that have run, or run, on this worker by function and caller, as JSON values."""
         with self._lock:
-            return [each.as_json() for each in _merged(self._served.values())]
+            return [self._served[names].as_json() for names in sorted(self._served)]
 
     def timeline(self) -> dict[str, list[float]]:
         """Returns what was counted in each second of the last minute, if it is on: see `Timeline.as_json`."""
@@ -363,14 +334,3 @@ def _described(error: BaseException) -> tuple[float, str]:
     except Exception:
         text = "its text cannot be read"
     return time.time(), printable(f"{type(error).__name__}: {text}", MAX_ERROR_CHARACTERS)
-
-
-def _merged(series: Iterable[S]) -> list[S]:
-    """Returns series with those of the same names as one: different functions may be shown by the same name."""
-    merged: dict[tuple[str, str], S] = {}
-    for each in series:
-        name = each.function, each.peer
-        if name not in merged:
-            merged[name] = type(each)(*name)
-        merged[name].merge(each)
-    return [merged[name] for name in sorted(merged)]

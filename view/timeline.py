@@ -87,7 +87,7 @@ def merged_timeline(workers: Sequence[Json], now: float) -> dict[str, Any]:
     The clocks of hosts may differ: what a worker tells is placed by its age.
 
     Args:
-        workers: the workers of a job, with their states, as in the state of the job.
+        workers: the workers of a job, with their states, which have been checked (schema.py).
         now: the time at which they were asked.
 
     Returns:
@@ -99,17 +99,11 @@ def merged_timeline(workers: Sequence[Json], now: float) -> dict[str, Any]:
     rows = {name: [0.0] * SECONDS for name in ("calls", "failed", "bytes", "lost", "returned")}
     events: list[tuple[float, str, str]] = []
     for state in (each["state"] for each in workers if each["state"] is not None):
-        try:
-            skew = now - state["time"]
-            counts = list(_per_second(state["timeline"], began - skew))
-            found = [(each["time"] + skew - began, each["event"], each["worker"]) for each in state["events"]]
-            names = ("calls_sent", "calls"), ("calls_failed", "failed"), ("bytes_sent", "bytes")
-            added = [(row, second, float(each[name])) for second, each in counts for name, row in names]
-            events += [(float(age), str(event), str(worker)) for age, event, worker in found]
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
-            continue  # the state of another worker is malformed
-        for row, second, count in added:
-            rows[row][second] += count
+        skew = now - state["time"]
+        for second, counts in _per_second(state["timeline"], began - skew):
+            for name, row in (("calls_sent", "calls"), ("calls_failed", "failed"), ("bytes_sent", "bytes")):
+                rows[row][second] += counts[name]
+        events += [(each["time"] + skew - began, each["event"], each["worker"]) for each in state["events"]]
     for when, event in _distinct(events):
         if 0 <= when < SECONDS and event in _EVENT_ROWS:
             rows[_EVENT_ROWS[event]][int(when)] += 1
@@ -124,10 +118,6 @@ def _per_second(timeline: Json, began: float) -> Iterator[tuple[int, dict[str, f
     """Yields seconds since `began` with what was counted in them: a sample is spread over those that it covers."""
     columns = [timeline[name][-SECONDS - 1 :] for name in ("ended", "seconds", *COUNTERS)]
     for ended, seconds, *growth in zip(*columns, strict=True):
-        if not (math.isfinite(ended) and 0 <= seconds < math.inf):
-            raise ValueError("a sample without a time")
-        if not sum(map(abs, growth)) < 1 << 62:
-            raise ValueError("a sample beyond all counts")
         length = max(seconds, 1e-3)
         first, last = ended - length - began, ended - began
         for second in range(max(0, math.floor(first)), min(SECONDS, math.floor(last) + 1)):

@@ -13,6 +13,7 @@ from gradwire.view.extension import Viewing
 from gradwire.view.metrics import metrics
 from gradwire.view.overview import overview_of
 from gradwire.view.schema import problem_of
+from gradwire.view.timeline import COUNTERS, SECONDS, merged_timeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_a_worker_in_no_line_and_a_late_context_are_not_refused(state):
 
 
 def test_whatever_is_not_refused_can_be_shown(agents, state):
-    """Each value of a state is replaced by others in turn: what is then not refused has metrics and waits."""
+    """Each value of a state is replaced by others in turn: what is then not refused can be shown."""
     agent, *_ = agents(1)
     viewing = agent.extension(Viewing)
     assert problem_of(state) is None
@@ -71,6 +72,7 @@ def test_whatever_is_not_refused_can_be_shown(agents, state):
             workers = [{"name": "worker0", "id": 0, "error": None, "state": changed}]
             waits = viewing.waits.of(workers, time.time())
             metrics({"workers": workers, "waits": waits})
+            merged_timeline(workers, time.time())
     assert refused > 500
 
 
@@ -92,6 +94,23 @@ def test_a_rank_beyond_all_groups_is_not_believed(state):
     assert problem_of(state) == "process_groups[0].rank is none of the group"
     group["size"], group["rank"] = 2, 2
     assert problem_of(state) == "process_groups[0].rank is none of the group"
+
+
+def test_a_timeline_whose_columns_differ_in_length_is_refused(state):
+    state["timeline"]["calls_sent"].append(1)
+    assert problem_of(state) == "timeline has columns of different lengths"
+    del state["timeline"]["calls_sent"]
+    assert problem_of(state) == "timeline.calls_sent is missing"
+
+
+@pytest.mark.parametrize("value", [-1e18, 0, 1e-9, 1e18])
+@pytest.mark.parametrize("column", ["ended", "seconds", *COUNTERS])
+def test_a_timeline_of_any_numbers_can_be_merged(state, column, value):
+    state["timeline"][column] = [value] * len(state["timeline"][column])
+    assert problem_of(state) is None
+    found = merged_timeline([{"name": "worker0", "state": state}], time.time())
+    assert len(found["calls"]) == SECONDS
+    json.dumps(found, allow_nan=False)
 
 
 def test_a_malformed_state_is_left_out_alone(workers):

@@ -18,8 +18,7 @@ from gradwire.errors import RpcError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view import connections
 from gradwire.view.connections import MAX_CONNECTIONS
-from gradwire.view.page import Page
-from gradwire.view.server import MAX_REQUEST_BYTES
+from gradwire.view.page import MAX_REQUEST_BYTES, Page
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.remote_functions import add, wait_until

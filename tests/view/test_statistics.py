@@ -4,8 +4,7 @@ import pytest
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.histogram import BOUNDS_S, Histogram
-from gradwire.view.names import OTHER
-from gradwire.view.statistics import CallStatistics
+from gradwire.view.statistics import OTHER, CallStatistics
 
 from tests.remote_functions import add, identity
 

@@ -8,8 +8,6 @@ from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.statistics import CallStatistics
 from gradwire.view.timeline import COUNTERS, SECONDS, Timeline, merged_timeline
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.remote_functions import add, wait_until
 
@@ -49,25 +47,6 @@ def test_a_loss_counts_once_for_all_who_notice_it():
     found = merged_timeline(members, NOW)
     assert found["lost"][-7:] == [0, 1, 0, 0, 0, 0, 0]
     assert found["returned"][-4:] == [0, 1, 1, 0]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(COUNTERS), inner, max_size=3),
-    max_leaves=5,
-)
-COLUMN = st.lists(st.integers() | st.floats(), min_size=2, max_size=2) | JSON
-
-
-@given(
-    st.fixed_dictionaries({"time": st.floats() | JSON, "events": JSON | st.lists(JSON, max_size=2)}),
-    st.fixed_dictionaries(dict.fromkeys(("ended", "seconds", *COUNTERS), COLUMN)) | JSON,
-)
-def test_malformed_states_of_others_are_left_out(state, timeline):
-    good = worker(ended=[NOW - 0.5], seconds=[1.0], calls_sent=[7])
-    found = merged_timeline([good, {"name": "other", "state": {**state, "timeline": timeline}}], NOW)
-    assert found["began"] == 1_000_000 - SECONDS + 1
-    assert len(found["calls"]) == SECONDS
 
 
 def test_a_worker_keeps_a_minute(monkeypatch):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d.debug.report import read_files, report
 from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
-from gradwire.view.groups import process_groups
+from gradwire.view.snapshot import process_groups
 
 SIZE = 3
 

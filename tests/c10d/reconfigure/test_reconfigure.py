@@ -16,7 +16,7 @@ from gradwire.c10d import GroupOptions, HashStore, TCPStore
 from gradwire.c10d.reconfigure.handles import GroupHandle
 from gradwire.c10d.reconfigure.round import Arrival, ReconfigureRound
 from gradwire.errors import GroupAbortedError, ProcessGroupError, RankLostError, UnsupportedOperationError
-from gradwire.view.groups import process_groups
+from gradwire.view.snapshot import process_groups
 
 import tests.c10d.engines.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.groups.test_group_lifetime import resources
