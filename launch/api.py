@@ -162,7 +162,7 @@ def ray(
             resources=resources,
             strategy=strategy,
             placement_timeout_s=placement_timeout_s,
-            runtime_env=runtime_env,
+            runtime_env=None if runtime_env is None else dict(runtime_env),
         )
     )
 

@@ -1,33 +1,27 @@
 """Starts the processes of a program on the nodes of a Ray cluster, and starts those again that fail."""
 
 import itertools
-import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ..net.security import Credentials
+from .hosting import job_credentials
 from .ray_actors import End, Location, RankActor, StoreActor, forwarded_variables
-from .supervisor import TRACEBACK, Backoff, error_line
+from .supervisor import TRACEBACK, Backoff, History, error_line
 
 __all__ = ["STRATEGIES", "LaunchSpec", "run_on_ray"]
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """How Ray may distribute the processes of a job over nodes."""
 
-TOKEN_BYTES = 32
-
 RECHECK_S = 1.0
 """Seconds between looks at where rank 0 will be, while other processes wait for its address."""
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -44,11 +38,11 @@ class LaunchSpec:
     resources: Mapping[str, float]
     strategy: str
     placement_timeout_s: float
-    runtime_env: Mapping[str, Any] | None
+    runtime_env: dict[str, Any] | None
 
 
-@dataclass(slots=True)
-class _Rank:
+@dataclass(slots=True, kw_only=True)
+class _Rank(History):
     """The process of a rank and what has become of it.
 
     pending: the answer that is awaited from it: its location, the end of its function, or its exit; None before a
@@ -57,7 +51,6 @@ class _Rank:
     end: how its function has ended, once it has.
     node: Ray's id of the node on which it runs, or will when it is started again.
     local_rank: its number among the processes of its node.
-    started: when it was started, or is to be started again.
     """
 
     number: int
@@ -67,9 +60,6 @@ class _Rank:
     end: End | None = None
     node: str = ""
     local_rank: int = -1
-    started: float = field(default_factory=time.monotonic)
-    restarts: int = 0
-    pause: float | None = None
 
     @property
     def has_succeeded(self) -> bool:
@@ -91,39 +81,19 @@ class _Rank:
         return f"process {self.number}{where}"
 
 
-class _Reservation:
-    """The resources of all ranks, reserved in the cluster: a placement group with a bundle for each rank."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def strategy(self, rank: int) -> Any:
-        """Returns what has Ray start the process of a rank in its bundle."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return PlacementGroupSchedulingStrategy(self._group, rank)
-
-    def nodes(self) -> Mapping[int, str]:
-        """Returns Ray's id of each rank's node. If that is gone, Ray finds another one, which takes a moment."""
-        from ray.util.placement_group import placement_group_table
-
-        nodes: Mapping[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        return nodes
-
-
 def run_on_ray(spec: LaunchSpec) -> None:
     """Runs a job on the cluster to which this process is connected, or is connected now, until it has ended."""
     try:
         import ray
     except ImportError as error:
         raise ImportError("launch.ray needs Ray: pip install ray", name="ray") from error
-    credentials = Credentials.from_environment() or Credentials(token=secrets.token_urlsafe(TOKEN_BYTES))
+    credentials = job_credentials()
     was_connected = ray.is_initialized()
     if not was_connected:
         ray.init()
     try:
-        with _reserve(spec) as reservation:
-            supervisor = _Supervisor(spec, reservation, forwarded_variables(credentials, os.environ))
+        with _reserve(spec) as group:
+            supervisor = _Supervisor(spec, group, forwarded_variables(credentials, os.environ))
             try:
                 supervisor.run()
             finally:
@@ -134,8 +104,8 @@ def run_on_ray(spec: LaunchSpec) -> None:
 
 
 @contextmanager
-def _reserve(spec: LaunchSpec) -> Iterator[_Reservation]:
-    """Context manager that reserves the resources of all ranks.
+def _reserve(spec: LaunchSpec) -> Iterator[Any]:
+    """Context manager that reserves the resources of all ranks: a placement group with a bundle for each rank.
 
     Raises:
         TimeoutError: the cluster has not had them for `placement_timeout_s`.
@@ -153,7 +123,7 @@ def _reserve(spec: LaunchSpec) -> Iterator[_Reservation]:
                 f"({spec.strategy}) for {spec.placement_timeout_s:g} s; it has {ray.cluster_resources()}, and "
                 f"{ray.available_resources()} are free: ask for less, add nodes, or raise placement_timeout_s"
             ) from None
-        yield _Reservation(group)
+        yield group
     finally:
         remove_placement_group(group)
 
@@ -161,21 +131,15 @@ def _reserve(spec: LaunchSpec) -> Iterator[_Reservation]:
 class _Supervisor:
     """Waits for the processes of a job, and starts those again that fail."""
 
-    def __init__(self, spec: LaunchSpec, reservation: _Reservation, variables: Mapping[str, str]) -> None:
-        """Starts nothing yet.
-
-        Args:
-            spec: what to run.
-            reservation: where to run it.
-            variables: environment variables of all processes.
-        """
+    def __init__(self, spec: LaunchSpec, group: Any, variables: Mapping[str, str]) -> None:
+        """Starts nothing yet; `group` has the resources of the ranks, and all processes get `variables`."""
         import ray
 
         self._ray = ray
         self._spec = spec
-        self._reservation = reservation
+        self._group = group
         self._variables = dict(variables)
-        self._ranks = [_Rank(number) for number in range(spec.nprocs)]
+        self._ranks = [_Rank(number=number) for number in range(spec.nprocs)]
         self._master_node = ""
         """The node of MASTER_ADDR."""
         self._store: Any = None
@@ -209,26 +173,25 @@ class _Supervisor:
         node = self._ray.get_runtime_context().get_node_id()
         here = NodeAffinitySchedulingStrategy(node, soft=False)  # if soft, any node will do for it
         actor = self._ray.remote(StoreActor).options(
-            num_cpus=0, scheduling_strategy=here, runtime_env=self._runtime_env()
+            num_cpus=0, scheduling_strategy=here, runtime_env=self._spec.runtime_env
         )
         return actor.remote(self._variables)
 
     def _start(self, rank: _Rank) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         resources = dict(self._spec.resources)
         actor = self._ray.remote(RankActor).options(
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            scheduling_strategy=self._reservation.strategy(rank.number),
-            runtime_env=self._runtime_env(),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank.number),
+            runtime_env=self._spec.runtime_env,
         )
         rank.started = time.monotonic()
         rank.actor = actor.remote(rank.number)
         port = int(self._variables.get("MASTER_PORT", "0")) if rank.number == 0 else None
         rank.pending = rank.actor.locate.remote(port)
-
-    def _runtime_env(self) -> dict[str, Any] | None:
-        return dict(self._spec.runtime_env) if self._spec.runtime_env is not None else None
 
     def _wait_and_handle(self) -> None:
         """Waits until a process has answered, or is to be started again, and does what comes next."""
@@ -290,7 +253,10 @@ class _Supervisor:
 
     def _locate_ranks(self) -> None:
         """Notes on which nodes the ranks are, and gives those that are new there the first free local ranks."""
-        nodes = self._reservation.nodes()
+        from ray.util.placement_group import placement_group_table
+
+        # If a node is gone, Ray finds another one, which takes a moment.
+        nodes: Mapping[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         moved = [rank for rank in self._ranks if rank.node != nodes.get(rank.number, "")]
         for rank in moved:
             rank.node, rank.local_rank = nodes.get(rank.number, ""), -1
@@ -318,19 +284,7 @@ class _Supervisor:
             self._wait_for_others()
             raise _failure(rank, error)
         how, traceback = _how_it_ended(rank, error)
-        rank.pause = self._spec.backoff.next_pause(rank.pause, time.monotonic() - rank.started)
-        rank.restarts += 1
-        rank.started = time.monotonic() + rank.pause
-        if traceback:
-            log.info("process %d raised\n%s", rank.number, traceback)
-        log.warning(
-            "%s %s; it is started again in %g s (restart %d of %d)",
-            rank.describe(),
-            how,
-            rank.pause,
-            rank.restarts,
-            self._spec.restarts,
-        )
+        rank.note_failure(rank.describe(), how, traceback, self._spec.backoff, self._spec.restarts)
         rank.location = rank.end = None
 
     def _wait_for_others(self) -> None:

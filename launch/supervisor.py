@@ -6,14 +6,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import final
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 
-__all__ = ["TRACEBACK", "Backoff", "describe_exit", "end_all", "error_line", "supervise"]
+__all__ = ["TRACEBACK", "Backoff", "History", "describe_exit", "error_line", "supervise"]
 
 TRACEBACK = "Traceback (most recent call last):"
 """How tracebacks begin."""
@@ -57,12 +57,30 @@ class Backoff:
 
 
 @dataclass(slots=True)
-class _History:
+class History:
     """What has become of one rank: its restarts, the last pause, and the start of its process or of the next."""
 
-    started: float
+    started: float = field(default_factory=time.monotonic)
     restarts: int = 0
     pause: float | None = None
+
+    def note_failure(self, process: str, end: str, traceback: str, backoff: Backoff, restarts: int) -> None:
+        """Chooses when the process is started again, and logs that in one line.
+
+        Args:
+            process: which one has failed, in words.
+            end: how, in words.
+            traceback: of what it raised, for level INFO; empty if it did not.
+            backoff: the pauses.
+            restarts: how often it is started again.
+        """
+        self.pause = backoff.next_pause(self.pause, time.monotonic() - self.started)
+        self.restarts += 1
+        self.started = time.monotonic() + self.pause
+        if traceback:
+            log.info("%s raised\n%s", process, traceback)
+        text = "%s %s; it is started again in %g s (restart %d of %d)"
+        log.warning(text, process, end, self.pause, self.restarts, restarts)
 
 
 def supervise(
@@ -91,7 +109,7 @@ def supervise(
         torch.multiprocessing.ProcessExitedException: the same for one that was killed, or exited with an error.
     """
     try:
-        histories = [_History(time.monotonic()) for _ in context.processes]
+        histories = [History() for _ in context.processes]
         waiting: set[int] = set()
         while context.sentinels or waiting:
             pause = min((histories[rank].started for rank in waiting), default=math.inf) - time.monotonic()
@@ -104,11 +122,10 @@ def supervise(
                     context.join(grace_period=grace_period)
                 del context.sentinels[sentinel]
                 if process.exitcode != 0:
-                    history.pause = backoff.next_pause(history.pause, time.monotonic() - history.started)
-                    history.restarts += 1
-                    history.started = time.monotonic() + history.pause
+                    end, traceback = _describe_end(process, context.error_files[rank])
+                    shown = f"process {rank} (pid {process.pid})"
+                    history.note_failure(shown, end, traceback, backoff, restarts)
                     waiting.add(rank)
-                    _report(rank, process, context.error_files[rank], history, restarts)
             for rank in [rank for rank in waiting if histories[rank].started <= time.monotonic()]:
                 waiting.remove(rank)
                 again = start(rank, histories[rank].restarts)
@@ -118,22 +135,6 @@ def supervise(
     except BaseException:  # the processes are no daemons: multiprocessing would wait for them at exit
         end_all(context.processes, grace_period)
         raise
-
-
-def _report(rank: int, process: BaseProcess, error_file: str, history: _History, restarts: int) -> None:
-    """Logs in one line that a process is started again; at level INFO also the traceback of what it raised."""
-    end, traceback = _describe_end(process, error_file)
-    if traceback:
-        log.info("process %d raised\n%s", rank, traceback)
-    log.warning(
-        "process %d (pid %d) %s; it is started again in %g s (restart %d of %d)",
-        rank,
-        process.pid,
-        end,
-        history.pause,
-        history.restarts,
-        restarts,
-    )
 
 
 def _describe_end(process: BaseProcess, error_file: str) -> tuple[str, str]:
