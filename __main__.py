@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .cli.group import gradwire, run_command
-from .cli.installation import OPTIONAL_PACKAGES, REQUIRED_PACKAGES, ROOT, engines, version_of
+from .cli.installation import ROOT, check_engines, check_versions
 
 __all__ = ["describe", "main"]
 
@@ -25,22 +25,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def describe() -> str:
     """Returns the report, as lines of text."""
-    packages = (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)
-    lines = [
-        f"gradwire {__version__} in {ROOT}",
-        f"on Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        "",
-        "Packages",
-        *(f"  {name:<12} {version_of(name) or 'not installed'}" for name in packages),
-        "",
-        "Engines of process groups",
-        *(
-            f"  {name:<12} {'available' if reason is None else f'not available: {reason}'}"
-            for name, reason in engines().items()
-        ),
-        "",
-        "Commands: gradwire --help; gradwire doctor checks this machine",
-    ]
+    lines = [f"gradwire {__version__} in {ROOT}", f"on {platform.system()} {platform.machine()}", ""]
+    for title, check in (("Packages", check_versions), ("Engines of process groups", check_engines)):
+        lines += [title, *(f"  {each.check:<12} {each.text}" for each in check()), ""]
+    lines += ["Commands: gradwire --help; gradwire doctor checks this machine"]
     if (ROOT / "examples").is_dir():  # in a checkout; a wheel has no examples and docs
         lines += ["", f"Examples  {ROOT / 'examples'}", f"Docs      {ROOT / 'docs'}; first {ROOT / 'README.md'}"]
     return "\n".join(lines)

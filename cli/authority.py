@@ -17,14 +17,9 @@ __all__ = ["make_authority", "make_worker"]
 
 
 def make_authority(folder: Path, days: float) -> list[Path]:
-    """Makes a CA: `ca.pem`, which all workers get, and `ca-key.pem`, which none gets.
+    """Makes a CA: `ca.pem`, which all workers get, and `ca-key.pem`, which none gets; returns the key first.
 
-    Args:
-        folder: where the files go; it is made if it does not exist.
-        days: how long the CA is valid, and certificates at most.
-
-    Returns:
-        The two files.
+    The folder is made if it does not exist. Certificates are valid as long as the CA at most.
 
     Raises:
         CredentialsError: the files exist or cannot be written.
@@ -36,7 +31,7 @@ def make_authority(folder: Path, days: float) -> list[Path]:
 
 
 def make_worker(worker: str, authority: Path, folder: Path, days: float, *, replace: bool = False) -> list[Path]:
-    """Makes the certificate of a worker, `WORKER.pem`, and its key, `WORKER-key.pem`.
+    """Makes the key of a worker, `WORKER-key.pem`, and its certificate, `WORKER.pem`; returns both files.
 
     Args:
         worker: the name of the worker.
@@ -44,9 +39,6 @@ def make_worker(worker: str, authority: Path, folder: Path, days: float, *, repl
         folder: where the files go; it is made if it does not exist.
         days: how long the certificate is valid.
         replace: whether files that exist are replaced. Workers that run use the new ones for new connections.
-
-    Returns:
-        The two files.
 
     Raises:
         CredentialsError: the CA cannot be read, the files exist or cannot be written, the CA ends before, or no

@@ -42,6 +42,7 @@ RENEW = "make another with `gradwire certs`; workers that run use it for new con
 def check_credentials() -> Iterator[Finding]:
     """Yields which credentials there are, and whether they can be used."""
     from ..errors import CredentialsError
+    from ..net.addresses import INSECURE_VARIABLE, allows_insecure
     from ..net.security import Credentials
 
     yield from _unknown_variables()
@@ -49,13 +50,12 @@ def check_credentials() -> Iterator[Finding]:
         parse_levels(os.environ.get(LOG_VARIABLE) or "warning")
     except ValueError as error:
         yield problem(LOG_VARIABLE, str(error), "correct it, or unset it: gradwire cannot be imported with it")
-    insecure = os.environ.get("GRADWIRE_INSECURE", "")
-    if insecure == "1":
-        yield warning(
-            "GRADWIRE_INSECURE", "process groups trust the network", "unset it where there are credentials"
-        )
-    elif insecure not in {"", "0"}:
-        yield problem("GRADWIRE_INSECURE", f"{insecure!r} is neither 0 nor 1", "set it to 1, or unset it")
+    try:
+        if allows_insecure(insecure=False):
+            text, advice = "process groups trust the network", "unset it where there are credentials"
+            yield warning(INSECURE_VARIABLE, text, advice)
+    except ValueError as error:
+        yield problem(INSECURE_VARIABLE, str(error), "set it to 1, or unset it")
     try:
         credentials = Credentials.from_environment()
         if credentials is not None:

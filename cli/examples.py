@@ -1,6 +1,7 @@
-"""Commands whose help ends with examples, which stay as they are written."""
+"""Commands whose help ends with examples, which stay as they are written, and whose errors are one line."""
 
 from inspect import cleandoc
+from typing import Any
 
 import click
 
@@ -12,20 +13,23 @@ class Command(click.Command):
 
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the examples."""
-        _write_examples(self, formatter)
+        with formatter.section("Examples"):
+            for line in cleandoc(self.epilog or "").splitlines():
+                formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command. What gradwire refuses, such as credentials, is shown without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except RuntimeError as error:
+            from ..errors import GradwireError
+
+            if isinstance(error, GradwireError):
+                raise click.ClickException(str(error)) from None
+            raise
 
 
-class Group(click.Group):
+class Group(Command, click.Group):
     """A group of such commands, which has examples itself."""
 
     command_class = Command
-
-    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples."""
-        _write_examples(self, formatter)
-
-
-def _write_examples(command: click.Command, formatter: click.HelpFormatter) -> None:
-    with formatter.section("Examples"):
-        for line in cleandoc(command.epilog or "").splitlines():
-            formatter.write(f"{' ' * formatter.current_indent}{line}\n")

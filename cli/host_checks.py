@@ -22,7 +22,8 @@ FEW_FILES = 1024
 
 def check_network() -> Iterator[Finding]:
     """Yields the interfaces, the address that other hosts are told, and whether names can be resolved."""
-    from ..errors import ProcessGroupError
+    from ..errors import ProcessGroupError, StoreError
+    from ..net.addresses import resolve
     from ..net.interfaces import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local
 
     interfaces = ", ".join(f"{name} {' '.join(found)}" for name, found in interface_addresses().items())
@@ -42,13 +43,9 @@ def check_network() -> Iterator[Finding]:
             yield ok("address for other hosts", f"{address} ({choose})")
     if host := os.environ.get("MASTER_ADDR"):
         try:
-            found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
-        except (OSError, UnicodeError) as error:
-            yield problem(
-                "MASTER_ADDR", f"{host!r} cannot be resolved: {error}", "set it to an address of rank 0's host"
-            )
-        else:
-            yield ok("MASTER_ADDR", f"{host} is {', '.join(found)}")
+            yield ok("MASTER_ADDR", f"{host} is {', '.join(sorted(resolve(host)))}")
+        except StoreError as error:
+            yield problem("MASTER_ADDR", str(error), "set it to an address of rank 0's host")
 
 
 def check_ports() -> Iterator[Finding]:
@@ -130,12 +127,9 @@ def _bind_error(address: str, port: int) -> str | None:
     """Returns why nobody can listen on an address; None if this process can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-            probe.listen(1)
+        socket.create_server((address, port), family=family).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)
     return None
 
 

@@ -9,15 +9,7 @@ from textwrap import shorten
 from .. import __version__
 from .findings import Finding, ok, problem, warning
 
-__all__ = [
-    "OPTIONAL_PACKAGES",
-    "REQUIRED_PACKAGES",
-    "ROOT",
-    "check_engines",
-    "check_versions",
-    "engines",
-    "version_of",
-]
+__all__ = ["ROOT", "check_engines", "check_versions"]
 
 ROOT = Path(__file__).parent.parent
 """The folder of the package, which is also that of a checkout."""
@@ -33,16 +25,7 @@ ALWAYS_THERE = ("gloo", "shm")
 """The engines that need no other package."""
 
 
-def engines() -> dict[str, str | None]:
-    """Returns for each engine why it is not available, shortened; None if it is."""
-    from ..c10d.engines.availability import why_unavailable
-    from ..c10d.groups.backends import BUILTIN_ENGINES
-
-    reasons = {engine: why_unavailable(engine) for engine in sorted(BUILTIN_ENGINES)}
-    return {engine: reason and shorten(reason, 200, placeholder=" …") for engine, reason in reasons.items()}
-
-
-def version_of(package: str) -> str | None:
+def _version_of(package: str) -> str | None:
     """Returns the version of a package; None if it is not installed."""
     if package == "torch":
         import torch
@@ -61,7 +44,7 @@ def check_versions() -> Iterator[Finding]:
     yield ok("gradwire", f"{__version__} in {ROOT}, on Python {platform.python_version()}")
     for package in REQUIRED_PACKAGES:
         try:
-            found = version_of(package)
+            found = _version_of(package)
         except (ImportError, OSError) as error:  # torch, or a library that it needs, is missing
             yield problem(package, f"cannot be imported: {error}", f"install {package} anew")
             continue
@@ -73,18 +56,21 @@ def check_versions() -> Iterator[Finding]:
         else:
             yield ok(package, found)
     for package in OPTIONAL_PACKAGES:
-        yield ok(package, version_of(package) or "not installed (optional)")
+        yield ok(package, _version_of(package) or "not installed (optional)")
 
 
 def check_engines() -> Iterator[Finding]:
     """Yields which engines run here. mpi and nccl need packages that are optional."""
-    for engine, reason in engines().items():
-        if reason is None:
-            yield ok(engine, "available")
-        elif engine in ALWAYS_THERE:
-            yield warning(engine, f"not available: {reason}", "use another engine for process groups")
+    from ..c10d.engines.availability import why_unavailable
+    from ..c10d.groups.backends import BUILTIN_ENGINES
+
+    for engine in sorted(BUILTIN_ENGINES):
+        reason = why_unavailable(engine)
+        text = "available" if reason is None else f"not available: {shorten(reason, 200, placeholder=' …')}"
+        if reason is not None and engine in ALWAYS_THERE:
+            yield warning(engine, text, "use another engine for process groups")
         else:
-            yield ok(engine, f"not available: {reason}")
+            yield ok(engine, text)
 
 
 def _release(text: str) -> tuple[int, ...]:

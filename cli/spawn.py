@@ -121,7 +121,6 @@ class _Launch:
         """Runs all processes to their end; returns the exit status."""
         from torch.multiprocessing.spawn import ProcessExitedException
 
-        from ..errors import CredentialsError, StoreError
         from ..launch.hosting import hosted_spawn_store, worker_environment
         from ..launch.supervisor import Backoff, describe_exit, supervise
 
@@ -129,10 +128,7 @@ class _Launch:
             if self._has_prefix:
                 self._output = stack.enter_context(PrefixedOutput())
             stack.enter_context(_sigterm_raises())
-            try:
-                store = stack.enter_context(hosted_spawn_store())
-            except (CredentialsError, StoreError) as error:
-                raise click.ClickException(str(error)) from None
+            store = stack.enter_context(hosted_spawn_store())
             stack.callback(self._close)
 
             def start(rank: int, restart: int) -> "ProcessContext":

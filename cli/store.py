@@ -42,7 +42,6 @@ def command(*, log: str, host: str, port: int, sync: bool, insecure: bool) -> No
     init_method="store://host:port?rank=0&world_size=2"; rank 0 does not host a store then.
     """
     from ..c10d.stores.serving import serve
-    from ..errors import CredentialsError, StoreError
 
     stopped = threading.Event()
     before = {
@@ -50,8 +49,6 @@ def command(*, log: str, host: str, port: int, sync: bool, insecure: bool) -> No
     }
     try:
         serve(log, host, port, stopped, sync=sync, insecure=insecure)
-    except (CredentialsError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
