@@ -14,12 +14,12 @@ from ..errors import StoreError
 from ..net.listening import ListenSettings
 from ..net.security import Credentials
 
-__all__ = ["hosted_spawn_store", "job_credentials", "worker_environment"]
+__all__ = ["credentials_or_token", "hosted_spawn_store", "worker_environment"]
 
 TOKEN_BYTES = 32
 
 
-def job_credentials() -> Credentials:
+def credentials_or_token() -> Credentials:
     """Returns the credentials in the environment; without any, a new token."""
     return Credentials.from_environment() or Credentials(token=secrets.token_urlsafe(TOKEN_BYTES))
 
@@ -35,7 +35,7 @@ def hosted_spawn_store(start_method: str = "spawn") -> Iterator[SpawnStore]:
         CredentialsError: the credentials in the environment are not valid.
         StoreError: the store cannot be hosted.
     """
-    credentials = job_credentials()
+    credentials = credentials_or_token()
     with _hosted_store(credentials, start_method) as port, _reserved_port() as master_port:
         yield SpawnStore(port, master_port, credentials.token)
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from .hosting import job_credentials
+from .hosting import credentials_or_token
 from .ray_actors import End, Location, RankActor, StoreActor, forwarded_variables
 from .supervisor import TRACEBACK, Backoff, History, error_line
 
@@ -87,7 +87,7 @@ def run_on_ray(spec: LaunchSpec) -> None:
         import ray
     except ImportError as error:
         raise ImportError("launch.ray needs Ray: pip install ray", name="ray") from error
-    credentials = job_credentials()
+    credentials = credentials_or_token()
     was_connected = ray.is_initialized()
     if not was_connected:
         ray.init()

@@ -102,7 +102,7 @@ def supervise(
         start: starts a process for a rank that has been restarted so often; returns its context.
         restarts: how often the process of each rank is started again.
         backoff: the pauses.
-        grace_period: of `ProcessContext.join` and of `end_all`, in seconds.
+        grace_period: of `ProcessContext.join` and of `_end_all`, in seconds.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a process raised once more than it is restarted.
@@ -133,7 +133,7 @@ def supervise(
                 (context.error_files[rank],) = again.error_files
                 context.sentinels[context.processes[rank].sentinel] = rank
     except BaseException:  # the processes are no daemons: multiprocessing would wait for them at exit
-        end_all(context.processes, grace_period)
+        _end_all(context.processes, grace_period)
         raise
 
 
@@ -164,7 +164,7 @@ def error_line(traceback: str) -> str:
     return next((line for line in lines[1:] if header and not line.startswith(" ")), lines[-1])
 
 
-def end_all(processes: Iterable[BaseProcess], grace_period: float) -> None:
+def _end_all(processes: Iterable[BaseProcess], grace_period: float) -> None:
     """Ends processes, by SIGTERM and, for those that are left after `grace_period` seconds, by SIGKILL."""
     running = [process for process in processes if process.is_alive()]
     try:

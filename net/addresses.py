@@ -23,10 +23,7 @@ INSECURE_VARIABLE = "GRADWIRE_INSECURE"
 
 
 def allows_insecure(insecure: bool) -> bool:
-    """Returns whether connections to other hosts are allowed without credentials.
-
-    Args:
-        insecure: the caller's argument. If it is false, GRADWIRE_INSECURE decides.
+    """Returns whether other hosts may connect without credentials, as the caller or GRADWIRE_INSECURE says.
 
     Raises:
         ValueError: GRADWIRE_INSECURE is neither 0 nor 1.
@@ -67,11 +64,7 @@ def is_loopback(host: str) -> bool:
 def require_trusted(host: str, *, insecure: bool, action: str, how_to_allow: str = "pass insecure=True") -> None:
     """Raises if others than this host's processes could read and write the store at this address.
 
-    Args:
-        host: a host name or address.
-        insecure: the caller has allowed any address.
-        action: what is refused, for the message, such as "dialling".
-        how_to_allow: how the caller can allow it, for the message.
+    The message says what is refused, the `action`, such as "dialling".
 
     Raises:
         StoreError: `host` is not a loopback address and `insecure` is false, or `host` cannot be resolved.
@@ -89,10 +82,6 @@ def host_for_listening(host: str, *, insecure: bool) -> str:
 
     On Debian a host's own name resolves, on that host, to a loopback address, which other hosts cannot reach. If
     `host` is such a name and `insecure` allows it, this returns the wildcard address.
-
-    Args:
-        host: a host name or address of this host.
-        insecure: addresses other than loopback addresses are allowed.
     """
     if not allows_insecure(insecure) or host == "localhost" or host.endswith(".localhost") or is_numeric(host):
         return host

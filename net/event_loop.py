@@ -41,11 +41,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Runs a coroutine on the loop, and waits for its result.
-
-        Args:
-            coroutine: to run.
-            seconds: how long to wait; None for no limit.
+        """Runs a coroutine on the loop, and waits for its result, for so many seconds at most.
 
         Raises:
             RuntimeError: called on the loop's own thread, which would wait for itself.
@@ -57,11 +53,8 @@ class EventLoop:
         future = self.spawn(coroutine)
         try:
             return future.result(seconds)
-        except (
-            BaseException
-        ):  # timeout or Ctrl-C in this thread; after an error of the coroutine cancel() does nothing
+        finally:  # after a timeout or Ctrl-C in this thread; if it is done, this does nothing
             future.cancel()
-            raise
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Calls `callback`, which must not block, on the loop's thread. Takes no lock, for finalizers."""

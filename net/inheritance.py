@@ -74,11 +74,9 @@ _listeners, _peers = _Addresses(), _Addresses()
 
 
 def at_fork(*, before: Callable[[], None] | None = None, in_child: Callable[[], None] | None = None) -> None:
-    """Has functions called at each fork of this process, from now on. They must take no lock.
+    """Has functions called at each fork of this process, from now on, in the parent before it, or in the child.
 
-    Args:
-        before: called before the fork, in the parent.
-        in_child: called in the child.
+    They must take no lock.
     """
     if before is not None:
         _before.append(before)
@@ -87,24 +85,12 @@ def at_fork(*, before: Callable[[], None] | None = None, in_child: Callable[[], 
 
 
 def note_listener(owner: object, port: int, *hosts: str) -> None:
-    """Notes that connections to addresses of this process are not for its children, as long as an object lives.
-
-    Args:
-        owner: the object that listens there.
-        port: the TCP port.
-        hosts: numeric addresses of this host, or wildcards.
-    """
+    """Notes that connections to an object which listens at these addresses, or wildcards, are not for children."""
     _listeners[owner] = frozenset(_Address.of(host, port) for host in hosts)
 
 
 def note_peer(owner: object, port: int, *hosts: str) -> None:
-    """Notes that connections to addresses of another process are not for children, as long as an object lives.
-
-    Args:
-        owner: the object that connects to them.
-        port: the TCP port.
-        hosts: numeric addresses.
-    """
+    """Notes that the connections of an object to these addresses of another process are not for children."""
     _peers[owner] = frozenset(_Address.of(host, port) for host in hosts)
 
 

@@ -44,10 +44,7 @@ class PortRange:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def listen(self, host: str) -> socket.socket:
-        """Returns a socket that listens on an address of this host.
-
-        Args:
-            host: the address; of a name, the first one (`interfaces.own_address` chooses better).
+        """Returns a socket that listens on an address of this host (see `interfaces.own_address` for names).
 
         Raises:
             OSError: the address is not one of this host, or none of the ports is free.
@@ -73,13 +70,8 @@ class PortRange:
         Raises:
             OSError: the address is not one of this host, or none of the ports is free.
         """
-        for port in reversed(range(self.first, self.last + 1)):
-            try:
-                PortRange(port, port).listen(host).close()
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
+        for port in reversed(list(self)):
+            if _is_free(host, port):
                 return port
         raise self._exhausted(host)
 
@@ -98,14 +90,11 @@ class PortRange:
             return listen(0)
         last: RuntimeError | None = None
         for port in self:
-            try:
-                PortRange(port, port).listen(host).close()  # first, because gRPC logs ports that it cannot use
-                return listen(port)
-            except RuntimeError as error:
-                last = error  # another process may have taken the port meanwhile
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
+            if _is_free(host, port):  # first, because gRPC logs ports that it cannot use
+                try:
+                    return listen(port)
+                except RuntimeError as error:
+                    last = error  # another process may have taken the port meanwhile
         raise self._exhausted(host) from last
 
     def _exhausted(self, host: str) -> OSError:
@@ -119,15 +108,22 @@ class PortRange:
 ANY_PORT = PortRange()
 
 
-def parse_ports(value: object, name: str) -> PortRange:
-    """Returns the ports that an option or a variable names: 29600, "29600" or "29600-29699".
+def _is_free(host: str, port: int) -> bool:
+    """Returns whether a port is free. Raises OSError if the address is not one of this host."""
+    try:
+        PortRange(port, port).listen(host).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
 
-    Args:
-        value: what it names.
-        name: of the option or variable, for messages.
+
+def parse_ports(value: object, name: str) -> PortRange:
+    """Returns the ports that an option or a variable of this name has: 29600, "29600" or "29600-29699".
 
     Raises:
-        ValueError: it names no ports.
+        ValueError: it has something else.
     """
     if isinstance(value, PortRange):
         return value

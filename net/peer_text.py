@@ -12,21 +12,12 @@ def printable(text: object, max_characters: int = MAX_SHOWN) -> str:
     Line breaks, control characters, such as those that change what a terminal shows, and invisible characters,
     such as those that reverse the direction of text, are escaped as in Python: `\n`, `\x1b`, `\u202e`. A text that
     can be shown already is returned as it is, so each layer that it passes through may call this.
-
-    Args:
-        text: what the peer has sent, or an error whose message has it.
-        max_characters: of the result; the end of a longer one is left out.
     """
     return _cut(_escape(str(text)[: max_characters + 1]), max_characters)
 
 
 def printable_lines(text: str, max_characters: int) -> str:
-    """Returns a text of a peer of bounded length, such as a traceback. Line breaks and tabs stay as they are.
-
-    Args:
-        text: what the peer has sent.
-        max_characters: of the result; the end of a longer one is left out.
-    """
+    """Returns a text of a peer of bounded length, such as a traceback. Line breaks and tabs stay as they are."""
     lines = text[: max_characters + 1].split("\n")
     return _cut("\n".join(_escape(line, kept="\t") for line in lines), max_characters)
 

@@ -69,16 +69,9 @@ def own_listening_ports() -> set[int]:
 
 
 def cut_off_other_users(ports: set[int]) -> list[int]:
-    """Shuts down the connections that other users have made to ports of this process.
+    """Shuts down connections that other users have made to ports at which this process has a loopback address.
 
-    Args:
-        ports: on which this process listens at a loopback address.
-
-    Returns:
-        The users, -1 for one that is not known.
-
-    Raises:
-        OSError: the kernel does not tell.
+    Returns the users, -1 for one that is not known. Raises OSError if the kernel does not tell.
     """
     own = _own_descriptors()
     found = []

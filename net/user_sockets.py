@@ -71,11 +71,7 @@ class SocketDirectory:
     """The directory for the sockets of this user. It is closed when nothing refers to this object any more."""
 
     def __init__(self, path: str, *, make: bool = True) -> None:
-        """Opens a directory, or makes it.
-
-        Args:
-            path: where it is, in a directory that exists.
-            make: whether it is made if it is missing.
+        """Opens a directory; makes it, in one that exists, if it is missing and may be made.
 
         Raises:
             UnsafePathError: others than this user can use it, or it is no directory.
@@ -159,7 +155,7 @@ class SocketDirectory:
         """Removes sockets and links that killed processes have left: those on which nobody listens."""
         for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
             if (link := _LINK_NAME.fullmatch(name)) and name == link_file_name(int(link[1])):
-                self._remove_link_if_dead(name, int(link[1]))
+                self._remove_if_dead(name, MIN_SWEPT_AGE_S, int(link[1]))
             named = _NAME.fullmatch(name)
             if named and not (named[1] and os.path.exists(f"/proc/{named[1]}")):
                 self._remove_if_dead(name, MIN_SWEPT_AGE_S)
@@ -207,18 +203,17 @@ class SocketDirectory:
         if directory == self.path and _NAME.fullmatch(name):
             self._remove_if_dead(name, 0.0)
 
-    def _remove_if_dead(self, name: str, min_age_s: float) -> None:
+    def _remove_if_dead(self, name: str, min_age_s: float, port: int | None = None) -> None:
+        """Removes a socket, or with a port the link to the page there, if nobody listens any more."""
         with suppress(OSError):
             status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            is_old = time.time() - status.st_mtime >= min_age_s
-            if stat.S_ISSOCK(status.st_mode) and is_old and not is_listening(f"{self.by_descriptor}/{name}"):
-                os.unlink(name, dir_fd=self._descriptor)
-
-    def _remove_link_if_dead(self, name: str, port: int) -> None:
-        with suppress(OSError):
-            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            is_old = time.time() - status.st_mtime >= MIN_SWEPT_AGE_S
-            if is_old and os.geteuid() not in users_listening(port):
+            if time.time() - status.st_mtime < min_age_s:
+                return
+            if port is None:
+                is_dead = stat.S_ISSOCK(status.st_mode) and not is_listening(f"{self.by_descriptor}/{name}")
+            else:
+                is_dead = os.geteuid() not in users_listening(port)
+            if is_dead:
                 os.unlink(name, dir_fd=self._descriptor)
 
     def _check(self) -> os.stat_result:

@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 def wait_with_warnings(wait: Callable[[float], bool], seconds: float, describe: Callable[[], str]) -> bool:
     """Waits, and logs a warning after 10, 30, 70, 150 seconds and so on.
 
-    Python prints warnings to stderr if logging is not configured.
-
     Args:
         wait: waits for at most the given number of seconds; returns whether the wait succeeded.
         seconds: how long to wait in all.

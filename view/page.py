@@ -46,7 +46,7 @@ class Page(Extension):
             self.server.close()
 
 
-def _start_page(agent: RpcAgent, view: View) -> "PageServer | None":
+def _start_page(agent: RpcAgent, view: View) -> "_Server | None":
     """Starts to serve the page of the job at the address of the options, and logs where it is.
 
     Returns:
@@ -81,14 +81,14 @@ def _start_page(agent: RpcAgent, view: View) -> "PageServer | None":
             return None
         raise RpcError(f"the view cannot be served at {host}:{port}: {error.strerror}") from error
     try:
-        return PageServer(agent, listener, credentials)
+        return _Server(agent, listener, credentials)
     except OSError as error:
         listener.close()
         raise RpcError(f"the key of the view cannot be stored: {error}") from error
 
 
 @final
-class PageServer:
+class _Server:
     """Serves the page of one agent until it is closed."""
 
     def __init__(self, agent: RpcAgent, listener: socket.socket, credentials: Credentials | None) -> None:

@@ -39,8 +39,7 @@ from ...net.exchanged_values import parse_list, unexpected_value
 from ...net.host_identity import HostIdentity, can_share_loopback
 from ...net.inheritance import at_fork
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
-from ...net.socket_peers import address_of_peer, is_of_same_user
-from ...net.unauthenticated import half_of_descriptors, round_trip_s
+from ...net.socket_peers import address_of_peer, half_of_descriptors, is_of_same_user, round_trip_s
 from ..rendezvous.hosts import gather_consenting_hosts, listen
 from ..torch_types import TorchStore
 from .messages import DIED, LEFT, Message, parse_message

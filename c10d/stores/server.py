@@ -21,7 +21,7 @@ from ...net.grpc_objects import note_grpc, why_grpc_is_unusable
 from ...net.inheritance import note_listener
 from ...net.listening import ListenSettings
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
-from ...net.unauthenticated import MAX_ROUND_TRIP_S, half_of_descriptors
+from ...net.socket_peers import MAX_ROUND_TRIP_S, half_of_descriptors
 from ...net.user_sockets import SocketFile
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome

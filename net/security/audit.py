@@ -4,6 +4,7 @@ Each listener (an agent, the server of a store, a failure detector) has an Audit
 them to the logger `gradwire.audit`. docs/security.md lists the events, and the fields of their log records.
 """
 
+import json
 import logging
 import threading
 import time
@@ -85,12 +86,7 @@ class Audit:
     """
 
     def __init__(self, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Has counted nothing yet.
-
-        Args:
-            owner: whose listeners they are: the name of the worker, or its rank.
-            clock: returns the time in seconds.
-        """
+        """Args: owner: whose listeners they are: the name of the worker, or its rank."""
         self._owner = owner
         self._clock = clock
         self._lock = threading.RLock()  # reentrant for a signal handler that makes a call
@@ -105,14 +101,7 @@ class Audit:
         self._record(AuditEvent(event="authenticate", listener=listener, peer=peer, worker=worker))
 
     def deny(self, listener: str, reason: object, *, peer: str = "", worker: str = "") -> None:
-        """Records a peer, or something that it has sent, that is refused.
-
-        Args:
-            listener: where.
-            reason: why: a text or an error. Must have no secrets.
-            peer: the address of the peer.
-            worker: its name, or what it says that its name is.
-        """
+        """Records a peer, or something that it has sent, that is refused. The reason must have no secrets."""
         self._record(AuditEvent(event="deny", listener=listener, peer=peer, worker=worker, reason=str(reason)))
 
     def limit(
@@ -125,15 +114,9 @@ class Audit:
         worker: str = "",
         refuses: bool = True,
     ) -> None:
-        """Records that a limit is reached.
+        """Records that a limit is reached, such as "max_waiting=16384".
 
-        Args:
-            listener: where.
-            limit: its name and value, as in "max_waiting=16384".
-            reason: what it is about: a text or an error.
-            peer: the address of the peer that exceeds it.
-            worker: the name of the peer.
-            refuses: whether something is refused; else it waits, which is logged at level INFO.
+        If that refuses nothing, but has something wait, it is logged at level INFO.
         """
         event = AuditEvent(
             event="limit", listener=listener, peer=peer, worker=worker, reason=str(reason), limit=limit
@@ -189,7 +172,4 @@ class Audit:
 
 def _quoted(text: str) -> str:
     """Returns a value of `name=value`: in double quotes, if it has spaces, quotes or backslashes."""
-    if not any(each in text for each in ' "\\'):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False) if any(each in text for each in ' "\\') else text

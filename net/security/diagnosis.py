@@ -19,11 +19,7 @@ _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 def tls_problem(host: str, port: int, identity: Identity | None, seconds: float) -> str:
     """Connects to a server of the job, and returns why this process cannot use it; empty if that is not known.
 
-    Args:
-        host: name or address of the server.
-        port: of the server.
-        identity: that of this process; None without credentials.
-        seconds: how long to wait for the server.
+    This process has the identity, or no credentials if that is None, and waits so many seconds for the server.
     """
     context = _any_server() if identity is None else identity.client_context()
     try:

@@ -59,15 +59,7 @@ class Authority:
         return cls(builder.sign(key, hashes.SHA256()), key)
 
     def issue(self, worker: str | None, validity: Validity) -> tuple[bytes, bytes]:
-        """Makes a key, and a certificate for it.
-
-        Args:
-            worker: the worker that the certificate is for; None for a process without a worker name.
-            validity: of the certificate.
-
-        Returns:
-            The certificate and the key, in PEM.
-        """
+        """Makes a certificate of a worker, or of a process without a name; returns it and its key, in PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(each) for each in host_names(worker)])
         purposes = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])

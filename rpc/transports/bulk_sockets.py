@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, final
 
-from ...net.unauthenticated import MAX_ROUND_TRIP_S
+from ...net.socket_peers import MAX_ROUND_TRIP_S
 from ...proto.v1 import agent_pb2
 from ..contracts.member import Member
 from ..contracts.options import MAX_BULK_CONNECTIONS

@@ -23,8 +23,7 @@ from ...net.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
 from ...net.interfaces import LOOPBACK
 from ...net.listening import PortRange
 from ...net.security import Audit, Identity, printable, worker_host_name
-from ...net.socket_peers import address_of_peer, has_left, is_of_same_user
-from ...net.unauthenticated import round_trip_s
+from ...net.socket_peers import address_of_peer, has_left, is_of_same_user, round_trip_s
 from ...proto.v1 import agent_pb2
 from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
