@@ -1,7 +1,8 @@
 """What the state of a worker must have, so that those who show it need not check it. docs/view.md describes it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
 
 from ..net.peer_text import printable
 from .histogram import BOUNDS_S
@@ -17,14 +18,58 @@ MAX_NUMBER = 1 << 63
 Check = Callable[[Any], str | None]
 """Returns where a value is malformed and what it should be, as ".name is no text"; None if it is not malformed."""
 
+Schema = Any
+"""What a value must have: a check; a dict with a schema for each name; a list with the schema of each element."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _OrNone:
+    """The schema of a value that may be None."""
+
+    schema: Schema
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ByName:
+    """The schema of a dict whose names are not known."""
+
+    schema: Schema
+
 
 def problem_of(state: object) -> str | None:
     """Returns what is malformed in the state that a worker has answered with; None if nothing is.
 
     Only what is read of a state is checked: by the page, the metrics, the terminal, and the search for waits.
     """
-    problem = _STATE(state)
+    problem = _problem(state, _STATE)
     return None if problem is None else printable(problem.removeprefix("."), 200)
+
+
+def _problem(value: Any, schema: Schema) -> str | None:
+    """Returns what is malformed in a value, as a Check does."""
+    inner: Iterable[tuple[str, Any, Schema]]
+    match schema:
+        case _OrNone():
+            return None if value is None else _problem(value, schema.schema)
+        case list():
+            if not isinstance(value, list):
+                return " is no list"
+            inner = ((f"[{i}]", each, schema[0]) for i, each in enumerate(value))
+        case _ByName() | dict():
+            if not isinstance(value, dict):
+                return " has no names"
+            if isinstance(schema, _ByName):
+                schema = dict.fromkeys(value, schema.schema)
+            elif missing := [name for name in schema if name not in value]:
+                return f".{missing[0]} is missing"
+            inner = ((f".{name}", value[name], each) for name, each in schema.items())
+        case _:
+            problem: str | None = schema(value)
+            return problem
+    found = (f"{where}{problem}" for where, each, of in inner if (problem := _problem(each, of)) is not None)
+    return next(found, None)
 
 
 def _text(value: Any) -> str | None:
@@ -48,165 +93,75 @@ def _identifier(value: Any) -> str | None:
     return None if type(value) is int and 0 <= value < 1 << 64 else " is no id"
 
 
-def _or_none(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
-def _each(check: Check) -> Check:
-    def check_list(value: Any) -> str | None:
-        if not isinstance(value, list):
-            return " is no list"
-        problems = (f"[{i}]{problem}" for i, each in enumerate(value) if (problem := check(each)) is not None)
-        return next(problems, None)
-
-    return check_list
-
-
-def _list_of(check: Check, length: int) -> Check:
-    def check_length(value: Any) -> str | None:
-        if (problem := _each(check)(value)) is not None:
-            return problem
-        return None if len(value) == length else f" has not {length} values"
-
-    return check_length
-
-
-def _by_name(check: Check) -> Check:
-    def check_values(value: Any) -> str | None:
-        if not isinstance(value, dict):
-            return " has no names"
-        problems = (f".{name}{problem}" for name, each in value.items() if (problem := check(each)) is not None)
-        return next(problems, None)
-
-    return check_values
-
-
-def _with(fields: Mapping[str, Check]) -> Check:
-    def check_fields(value: Any) -> str | None:
-        if not isinstance(value, dict):
-            return " has no names"
-        for name, check in fields.items():
-            if name not in value:
-                return f".{name} is missing"
-            if (problem := check(value[name])) is not None:
-                return f".{name}{problem}"
-        return None
-
-    return check_fields
-
-
-def _names(check: Check, *names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, check)
-
-
-_COUNTS = _by_name(_count)
-_DURATION = _with(
-    {"total_s": _number, **_names(_or_none(_number), "p50_s", "p99_s"), "within": _list_of(_count, len(BOUNDS_S))}
-)
-_LAST_ERROR = _or_none(_with({"time": _number, "text": _text}))
-_COLLECTIVE = _with(
-    {**_names(_text, "operation", "state"), "number": _count, "since": _number, "call_site": _or_none(_text)}
-)
-_GROUP_FIELDS = _with(
-    {
-        **_names(_text, "name", "backend"),
-        **_names(_count, "rank", "size"),
-        "global_ranks": _each(_count),
-        "failure": _or_none(_text),
-        "collective": _or_none(_COLLECTIVE),
-    }
-)
+def _within(value: Any) -> str | None:
+    if (problem := _problem(value, [_count])) is not None:
+        return problem
+    return None if len(value) == len(BOUNDS_S) else f" has not {len(BOUNDS_S)} values"
 
 
 def _group(value: Any) -> str | None:
-    if (problem := _GROUP_FIELDS(value)) is not None:
+    if (problem := _problem(value, _GROUP_FIELDS)) is not None:
         return problem
     return None if value["rank"] < value["size"] <= MAX_RANKS else ".rank is none of the group"
 
 
-_TIMELINE_COLUMNS = _with(_names(_each(_number), "ended", "seconds", *COUNTERS))
-
-
 def _timeline(value: Any) -> str | None:
-    if (problem := _TIMELINE_COLUMNS(value)) is not None:
+    columns = ("ended", "seconds", *COUNTERS)
+    if (problem := _problem(value, _names([_number], *columns))) is not None:
         return problem
-    lengths = {len(value[name]) for name in ("ended", "seconds", *COUNTERS)}
-    return None if len(lengths) == 1 else " has columns of different lengths"
+    is_even = len({len(value[name]) for name in columns}) == 1
+    return None if is_even else " has columns of different lengths"
 
 
-_STATE = _with(
-    {
-        "time": _number,
-        "worker": _with({"host": _text, "at": _or_none(_text), "pid": _count}),
-        "process": _with(
-            {**_names(_number, "cpu_percent", "started"), **_names(_count, "memory_bytes", "gpu_memory_bytes")}
-        ),
-        "links": _by_name(_with({"state": _text, "transport": _or_none(_text)})),
-        "lost": _by_name(_text),
-        "traffic": _with(
-            {
-                **_names(_count, "messages_sent", "messages_received", "bytes_sent", "bytes_received"),
-                "by_worker": _by_name(
-                    _with({"messages_sent": _count, **_names(_COUNTS, "bytes_sent", "bytes_received")})
-                ),
-            }
-        ),
-        "calls": _with(
-            {
-                "sent": _each(
-                    _with(
-                        {
-                            **_names(_text, "function", "worker"),
-                            **_names(_count, "count", "in_flight"),
-                            "failures": _COUNTS,
-                            "last_error": _LAST_ERROR,
-                            "duration": _DURATION,
-                        }
-                    )
-                ),
-                "served": _each(
-                    _with(
-                        {
-                            **_names(_text, "function", "caller"),
-                            **_names(_count, "count", "running", "failed"),
-                            "last_error": _LAST_ERROR,
-                            "duration": _DURATION,
-                        }
-                    )
-                ),
-                "unanswered": _COUNTS,
-            }
-        ),
-        "queues": _with(
-            {
-                "executor": _with(_names(_count, "threads", "running", "queued")),
-                "flow_control": _by_name(
-                    _with(_names(_count, "send_queue_bytes", "calls_in_flight", "waiting_calls"))
-                ),
-            }
-        ),
-        "references": _with({"values": _count, **_names(_COUNTS, "held_by", "held_of")}),
-        "contexts": _with(
-            {
-                "count": _count,
-                "oldest": _each(_with({"id": _identifier, "creator": _text, "age_s": _number, "backward": _flag})),
-            }
-        ),
-        "streams": _with(_names(_count, "produced", "consumed", "bytes_sent", "bytes_received")),
-        "collectives": _each(
-            _with(
-                {
-                    **_names(_text, "operation", "topic"),
-                    "number": _count,
-                    "members": _each(_text),
-                    "since": _number,
-                    "call_site": _or_none(_text),
-                }
-            )
-        ),
-        "process_groups": _each(_group),
-        "events": _each(_with({"time": _number, **_names(_text, "event", "worker", "reason")})),
-        "log": _each(_with({"time": _number, "text": _text})),
-        "timeline": _timeline,
-    }
-)
+def _names(check: Schema, *names: str) -> dict[str, Schema]:
+    return dict.fromkeys(names, check)
+
+
+_COUNTS = _ByName(_count)
+_DURATION = {"total_s": _number, **_names(_OrNone(_number), "p50_s", "p99_s"), "within": _within}
+_CALL = {
+    "function": _text,
+    "count": _count,
+    "duration": _DURATION,
+    "last_error": _OrNone({"time": _number, "text": _text}),
+}
+_COLLECTIVE = {"operation": _text, "number": _count, "since": _number, "call_site": _OrNone(_text)}
+_GROUP_FIELDS = {
+    **_names(_text, "name", "backend"),
+    **_names(_count, "rank", "size"),
+    "global_ranks": [_count],
+    "failure": _OrNone(_text),
+    "collective": _OrNone({"state": _text, **_COLLECTIVE}),
+}
+_LINK_TRAFFIC = {"messages_sent": _count, **_names(_COUNTS, "bytes_sent", "bytes_received")}
+_STATE = {
+    "time": _number,
+    "worker": {"host": _text, "at": _OrNone(_text), "pid": _count},
+    "process": {**_names(_number, "cpu_percent", "started"), **_names(_count, "memory_bytes", "gpu_memory_bytes")},
+    "links": _ByName({"state": _text, "transport": _OrNone(_text)}),
+    "lost": _ByName(_text),
+    "traffic": {
+        **_names(_count, "messages_sent", "messages_received", "bytes_sent", "bytes_received"),
+        "by_worker": _ByName(_LINK_TRAFFIC),
+    },
+    "calls": {
+        "sent": [{**_CALL, "worker": _text, "in_flight": _count, "failures": _COUNTS}],
+        "served": [{**_CALL, "caller": _text, **_names(_count, "running", "failed")}],
+        "unanswered": _COUNTS,
+    },
+    "queues": {
+        "executor": _names(_count, "threads", "running", "queued"),
+        "flow_control": _ByName(_names(_count, "send_queue_bytes", "calls_in_flight", "waiting_calls")),
+    },
+    "references": {"values": _count, **_names(_COUNTS, "held_by", "held_of")},
+    "contexts": {
+        "count": _count,
+        "oldest": [{"id": _identifier, "creator": _text, "age_s": _number, "backward": _flag}],
+    },
+    "streams": _names(_count, "produced", "consumed", "bytes_sent", "bytes_received"),
+    "collectives": [{"topic": _text, "members": [_text], **_COLLECTIVE}],
+    "process_groups": [_group],
+    "events": [{"time": _number, **_names(_text, "event", "worker", "reason")}],
+    "log": [{"time": _number, "text": _text}],
+    "timeline": _timeline,
+}
