@@ -19,13 +19,7 @@ TEXT_WIDTH = 104
 
 
 def make_parser(module: str, description: str | None, saved: str = "") -> argparse.ArgumentParser:
-    """Returns a parser of --json and, if there is a file that --save writes, of --save.
-
-    Args:
-        module: that is run, such as "benchmarks".
-        description: of what it does.
-        saved: the names of the files that --save writes.
-    """
+    """Returns a parser of --json and, if there is a file that it writes, of --save."""
     parser = argparse.ArgumentParser(
         f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,13 +61,7 @@ class Report:
     """What a benchmark prints: facts about the machine, what the figures are, and a table."""
 
     def __init__(self, text: str, header: str, **facts: str) -> None:
-        """Prints all that is above the rows.
-
-        Args:
-            text: says what is measured, and how.
-            header: the names of the columns.
-            facts: about this run, besides those about the machine and the versions.
-        """
+        """Prints all that is above the rows: facts about machine and run, what is measured, and the header."""
         self.facts = {
             "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python "
             f"{platform.python_version()}",

@@ -164,9 +164,9 @@ def compare(
     Args:
         cases: classes at the top level of modules. Consecutive ones with as many workers share processes.
         systems: what to measure them on.
-        rounds: rounds of each system.
+        rounds: of each system.
         seconds: length of a round; at least one step is run.
-        start: starts a worker of a system, given its name; by default, of one in `SYSTEMS`.
+        start: starts a worker of a system, given its name.
 
     Raises:
         AssertionError: the systems do not compute the same.
@@ -202,7 +202,7 @@ def measure_rounds(
 
     Args:
         case: what is measured. Only the processor time of the workers that it needs counts.
-        sets: of workers.
+        sets: the workers of each system.
         rounds: turns of each set.
         run: has a set do it for a turn; returns the seconds of each step, and how many more steps there were.
         results: what the steps compute, by set.

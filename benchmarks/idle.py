@@ -62,14 +62,7 @@ def thread_count() -> int:
 
 
 def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
-    """Starts a group of workers and measures them.
-
-    Args:
-        system: its name.
-        workers: how many.
-        pause: seconds between the last call and the measurement.
-        seconds: length of the measurement.
-    """
+    """Starts a group of workers and measures them for some seconds, after a pause behind the last call."""
     begun = time.perf_counter()
     with WorkerSet(system, workers, start) as worker_set:
         start_s = time.perf_counter() - begun

@@ -65,13 +65,7 @@ class Table:
         return _line(comparison.case, self._cells(comparison))
 
     def page(self, facts: dict[str, str], comparisons: Sequence[Comparison], plotted: str) -> str:
-        """Returns the page for the documentation, in Markdown.
-
-        Args:
-            facts: about the machine and the run.
-            comparisons: the rows.
-            plotted: the name of the plot.
-        """
+        """Returns the page for the documentation, in Markdown; `plotted` is the name of the plot."""
         titles = ["", *(pair.title for pair in self._pairs for _ in range(3))]
         titles[1:1] = titles[1:2]  # the first pair has a column more
         names = [f"{title}: {name}".removeprefix(": ") for title, name in zip(titles, self._names, strict=True)]

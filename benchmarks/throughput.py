@@ -77,16 +77,9 @@ def take_served() -> tuple[int, int]:
 
 
 def call_for(seconds: float, in_flight: int, callers: Sequence[int], servers: Sequence[int]) -> tuple[int, float]:
-    """Keeps calls in flight if this worker is one of the callers.
+    """Keeps calls in flight to the servers, in turn, for some seconds, if this worker is one of the callers.
 
-    Args:
-        seconds: until it makes no more calls, and waits for those in flight.
-        in_flight: calls in flight, to all servers together.
-        callers: ranks.
-        servers: ranks, which are called in turn.
-
-    Returns:
-        The number of calls, and the seconds until the last answer.
+    Returns the number of calls, and the seconds until the last answer.
     """
     rpc = system_here().rpc
     if rpc.get_worker_info().id not in callers:

@@ -34,11 +34,11 @@ def make_worker(worker: str, authority: Path, folder: Path, days: float, *, repl
     """Makes the key of a worker, `WORKER-key.pem`, and its certificate, `WORKER.pem`; returns both files.
 
     Args:
-        worker: the name of the worker.
+        worker: its name.
         authority: the folder of the CA.
         folder: where the files go; it is made if it does not exist.
         days: how long the certificate is valid.
-        replace: whether files that exist are replaced. Workers that run use the new ones for new connections.
+        replace: whether files that exist are replaced.
 
     Raises:
         CredentialsError: the CA cannot be read, the files exist or cannot be written, the CA ends before, or no

@@ -85,11 +85,6 @@ def run_command(command: click.Command, arguments: Sequence[str], name: str) -> 
 
     That function runs outside of click, so that its exceptions end the process as they do in any program.
 
-    Args:
-        command: what to run.
-        arguments: its arguments.
-        name: what its help calls it.
-
     Raises:
         SystemExit: the arguments are wrong, the command has failed, or it has been interrupted.
     """

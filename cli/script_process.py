@@ -32,14 +32,7 @@ class ScriptProcess:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> None:
-        """Starts the process. It must be called on the main thread: the process dies with the thread.
-
-        Args:
-            arguments: those of `python`.
-            environment: all variables.
-            stdout: a file descriptor for its output.
-            stderr: a file descriptor for its errors.
-        """
+        """Starts `python` with these arguments and variables. The process dies with the thread that calls this."""
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,

@@ -26,10 +26,7 @@ def credentials_or_token() -> Credentials:
 
 @contextmanager
 def hosted_spawn_store(start_method: str = "spawn") -> Iterator[SpawnStore]:
-    """Context manager that hosts a store; its value tells of it.
-
-    Args:
-        start_method: how the processes will be started, as in multiprocessing.
+    """Context manager that hosts a store for processes that are started so; its value tells of it.
 
     Raises:
         CredentialsError: the credentials in the environment are not valid.
@@ -41,13 +38,9 @@ def hosted_spawn_store(start_method: str = "spawn") -> Iterator[SpawnStore]:
 
 
 def worker_environment(store: SpawnStore, nprocs: int, restart: int, restarts: int) -> dict[str, str]:
-    """Returns the variables that all ranks have alike; those that torchrun sets, and what tells of the store.
+    """Returns the variables that all ranks have alike: those that torchrun sets, and what tells of the store.
 
-    Args:
-        store: where they find each other.
-        nprocs: how many there are.
-        restart: how often this process has been started again.
-        restarts: how often it can be.
+    A process has been started again `restart` times, of `restarts` that it can be.
     """
     return {
         "WORLD_SIZE": str(nprocs),

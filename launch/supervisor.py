@@ -65,14 +65,9 @@ class History:
     pause: float | None = None
 
     def note_failure(self, process: str, end: str, traceback: str, backoff: Backoff, restarts: int) -> None:
-        """Chooses when the process is started again, and logs that in one line.
+        """Chooses when the process is started again, and logs that in one line; a traceback at level INFO.
 
-        Args:
-            process: which one has failed, in words.
-            end: how, in words.
-            traceback: of what it raised, for level INFO; empty if it did not.
-            backoff: the pauses.
-            restarts: how often it is started again.
+        Which process has failed, and how, its `end`, are texts.
         """
         self.pause = backoff.next_pause(self.pause, time.monotonic() - self.started)
         self.restarts += 1

@@ -8,6 +8,10 @@ run into, and replaces the connections in the child.
 The connections include those of gRPC, which tells nobody of its descriptors. They are known by their addresses:
 see `note_listener` and `note_peer`. A descriptor is not closed, but leads to /dev/null from then on: objects that
 have its number would shut down, or close, what the child opens next.
+
+gRPC's threads do not survive a fork either. In a child nothing of it works: what the child makes waits for ever or
+ends the child by a signal, and so does what it frees, as a garbage collection or the end of the child would. So
+children keep the servers and channels of their parent for ever, and learn that they can make none.
 """
 
 import ctypes
@@ -24,7 +28,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from .user_sockets import is_socket_path
 
-__all__ = ["ABSTRACT_PREFIX", "at_fork", "keep_in_children", "note_listener", "note_peer", "replace"]
+__all__ = [
+    "ABSTRACT_PREFIX",
+    "at_fork",
+    "keep_in_children",
+    "note_grpc",
+    "note_listener",
+    "note_peer",
+    "replace",
+    "why_grpc_is_unusable",
+]
 
 ABSTRACT_PREFIX: Final = "gradwire-"
 """What the names of unix sockets in the abstract namespace begin with, after the null byte."""
@@ -38,6 +51,9 @@ _lasting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _has_lasting = False
 """Whether this process has made such an object, which may wait for a garbage collection by now."""
+
+_grpc_user: int | None = None
+"""The process, this one or one that it was forked from, that has used gRPC first."""
 
 _kept: list[object] = []
 """In a child, what it keeps of its parent's."""
@@ -100,6 +116,24 @@ def keep_in_children(made: T) -> T:
     _has_lasting = True
     _lasting.add(made)
     return made
+
+
+def note_grpc(made: T) -> T:
+    """Notes a server or a channel of gRPC that this process has made, and returns it."""
+    global _grpc_user  # noqa: PLW0603 - a process has one gRPC
+    if _grpc_user is None:
+        _grpc_user = os.getpid()
+    return keep_in_children(made)
+
+
+def why_grpc_is_unusable() -> str:
+    """Returns why this process cannot use gRPC; empty if it can."""
+    if _grpc_user in (None, os.getpid()):
+        return ""
+    return (
+        f"process {_grpc_user}, from which this process {os.getpid()} was forked, has used gRPC, which cannot be "
+        "used in a fork then: start processes with spawn or forkserver"
+    )
 
 
 def replace(descriptor: int) -> None:

@@ -76,11 +76,9 @@ class PortRange:
         raise self._exhausted(host)
 
     def choose(self, host: str, listen: Callable[[int], int]) -> int:
-        """Has a server listen on the first port that is free. Returns the port.
+        """Has a server listen on the first port that is free at a numeric address. Returns the port.
 
-        Args:
-            host: the numeric address on which it listens.
-            listen: has it listen on a port, or raises RuntimeError; returns the port.
+        `listen` has it listen on a port, or raises RuntimeError, and returns the port.
 
         Raises:
             OSError: the address is not one of this host, or none of the ports is free.

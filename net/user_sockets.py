@@ -133,10 +133,7 @@ class SocketDirectory:
                     yield cls(path, make=False)
 
     def reach(self, path: str) -> str:
-        """Checks a socket, which somebody has named, before it is connected to.
-
-        Returns:
-            The path by which to connect to it.
+        """Checks a socket that somebody has named; returns the path by which to connect to it.
 
         Raises:
             UnsafePathError: the path is not in this directory, or what is there is no socket that only this user

@@ -12,7 +12,7 @@ from ..c10d.rendezvous.api import rendezvous
 from ..c10d.rendezvous.registration import GroupKind
 from ..c10d.torch_types import TorchStore
 from ..errors import NotInitializedError, RpcError
-from ..net.grpc_objects import why_grpc_is_unusable
+from ..net.inheritance import why_grpc_is_unusable
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .contracts import inherited_agent  # noqa: F401 - what becomes of agents in forked children
 from .contracts.agent import Destination, RpcAgent, current_agent, holder

@@ -26,7 +26,7 @@ PRELOAD = [
     "encodings.idna",
     "gradwire.c10d.engines.gloo.engine",
     "gradwire.c10d.engines.shm.engine",
-    "gradwire.net.security.token",
+    "gradwire.net.security.issuing",
     "gradwire.compat",
     "gradwire.extensions",  # of each agent
     "matplotlib.pyplot",

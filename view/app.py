@@ -31,13 +31,7 @@ HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Con
 
 
 def make_app(agent: RpcAgent, key: PageKey, executor: Executor) -> ASGIApp:
-    """Returns the application that serves the page.
-
-    Args:
-        agent: of the worker that serves it.
-        key: what requests must have.
-        executor: one thread, which asks the other workers.
-    """
+    """Returns the application that serves the page; the executor has one thread, which asks the other workers."""
     views = _Views(agent, executor)
     routes = [
         Route("/", views.page),

@@ -35,12 +35,7 @@ class PageKey:
             self.text = secrets.token_hex(KEY_BYTES)
 
     def admits(self, query: bytes, authorization: bytes) -> bool:
-        """Returns whether a request has the key.
-
-        Args:
-            query: the part of its URL behind the question mark.
-            authorization: its header of this name: "Bearer " and the key.
-        """
+        """Returns whether a request has the key, in the query of its URL or as "Bearer " and the key."""
         given = parse_qs(query.decode("latin-1"), max_num_fields=8).get(KEY_PARAMETER, [""])[0]
         if not given and authorization.startswith(b"Bearer "):
             given = authorization[len(b"Bearer ") :].decode("latin-1")
@@ -53,9 +48,6 @@ class LinkFile:
 
     def __init__(self, port: int) -> None:
         """Opens the directory of this user.
-
-        Args:
-            port: of the page.
 
         Raises:
             UnsafePathError: there is no directory that only this user can use.

@@ -28,12 +28,7 @@ MAX_ANSWER_CHARACTERS = 1 << 23
 def overview_of(agent: RpcAgent, timeout: float = 2.0) -> dict[str, Any]:
     """Asks all workers of an agent's group for their state, at the same time, and returns what they answer.
 
-    Args:
-        agent: the agent of the worker that asks.
-        timeout: seconds that the others may take; who takes longer is in the result without its state.
-
-    Returns:
-        JSON values: see docs/view.md.
+    Who takes longer than `timeout` seconds is in the result without its state. docs/view.md describes the values.
     """
     began = time.time()
     viewing = agent.extension(Viewing)

@@ -92,12 +92,7 @@ class _Server:
     """Serves the page of one agent until it is closed."""
 
     def __init__(self, agent: RpcAgent, listener: socket.socket, credentials: Credentials | None) -> None:
-        """Starts the thread, and another one when the first request comes.
-
-        Args:
-            agent: of the worker that serves the page.
-            listener: the socket; the server has it from now on, and closes it in the end.
-            credentials: of the job; with them, connections are encrypted.
+        """Starts the thread, and another one when the first request comes. Owns the listener from now on.
 
         Raises:
             OSError: the link with the key cannot be stored where only this user can read it.

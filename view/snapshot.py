@@ -41,14 +41,7 @@ def snapshot(
     events: Sequence[Mapping[str, Any]],
     log: Sequence[tuple[float, str]],
 ) -> dict[str, Any]:
-    """Returns the state of a worker.
-
-    Args:
-        agent: the worker's.
-        process: this process. Its processor time is that since it was asked before.
-        events: what has happened to other workers lately.
-        log: the last lines of its log, and their times.
-    """
+    """Returns the state of a worker, with what has happened to others lately and the last lines of its log."""
     info = agent.debug_info()
     statistics = agent.extension(CallStatistics)
     return {

@@ -137,7 +137,8 @@ class CallStatistics(Extension):
         """The series and the beginning of each call of this worker that has no answer, by its id."""
         self._arrivals: dict[tuple[int, int], int] = {}
         """The times at which requests have arrived that do not run yet, by worker and id."""
-        self._not_begun = 0
+        self.not_begun = 0
+        """How many requests were cancelled, expired or refused before they began."""
         self._failed = 0
         self._timeline: Timeline | None = None
         if self.is_on:
@@ -183,7 +184,7 @@ class CallStatistics(Extension):
         """Counts a request that does not begin."""
         if self._arrivals.pop((message.source.wire_id, message.envelope.id), None) is not None:
             with self._lock:
-                self._not_begun += 1
+                self.not_begun += 1
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Forgets the requests of a lost worker that have not begun."""
@@ -311,11 +312,6 @@ class CallStatistics(Extension):
     def waiting(self) -> int:
         """How many requests have arrived and do not run yet."""
         return len(self._arrivals)
-
-    @property
-    def not_begun(self) -> int:
-        """How many requests were cancelled, expired or refused before they began."""
-        return self._not_begun
 
 
 def _key_of(kind: MessageType.ValueType, value: Any) -> Any:

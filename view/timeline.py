@@ -31,12 +31,7 @@ class Timeline:
     """
 
     def __init__(self, read: Callable[[], Sequence[int]], name: str) -> None:
-        """Starts the thread.
-
-        Args:
-            read: returns the counters, in the order of COUNTERS. Called on any thread.
-            name: of the thread.
-        """
+        """Starts the thread, of this name. `read` returns the counters, in their order, on any thread."""
         self._read = read
         self._lock = threading.Lock()
         self._samples: deque[tuple[float, float, list[int]]] = deque(maxlen=SECONDS)
@@ -84,11 +79,8 @@ def _pause() -> float:
 def merged_timeline(workers: Sequence[Json], now: float) -> dict[str, Any]:
     """Returns what all workers together have done in each second of the last minute, as JSON values.
 
-    The clocks of hosts may differ: what a worker tells is placed by its age.
-
-    Args:
-        workers: the workers of a job, with their states, which have been checked (schema.py).
-        now: the time at which they were asked.
+    The clocks of hosts may differ: what a worker tells is placed by its age at `now`, when all were asked. The
+    states have been checked (schema.py).
 
     Returns:
         `began`, the beginning of the first second, and lists with a number for each second: `calls` (that have

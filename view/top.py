@@ -80,12 +80,7 @@ class Choice:
 
 
 def show(client: PageClient, *, interval: float, once: bool) -> None:
-    """Shows the state of a job until Ctrl-C, or the key q.
-
-    Args:
-        client: asks for it.
-        interval: seconds between two questions.
-        once: print it once instead, with all rows.
+    """Shows the state of a job, asked for every `interval` seconds, until Ctrl-C or the key q; or prints it once.
 
     Raises:
         ConnectionError: the page cannot be reached.
@@ -143,13 +138,7 @@ def _no_key(seconds: float) -> str:
 
 
 def render(overview: Json, choice: Choice | None = None, problem: str = "") -> RenderableType:
-    """Returns what is shown of the state of a job: by default all of it.
-
-    Args:
-        overview: the state.
-        choice: what of it.
-        problem: why it is an old one; empty if it is not.
-    """
+    """Returns what is shown of the state of a job, by default all of it; `problem` says why it is an old one."""
     choice = choice or Choice()
     head = [*([Text(problem, style="red")] if problem else []), *head_of(overview)]
     sections = [

@@ -17,8 +17,7 @@ import grpc
 
 from ...errors import StoreError, StoreNetworkError
 from ...net.addresses import allows_insecure, format_address, is_loopback, resolve
-from ...net.grpc_objects import note_grpc, why_grpc_is_unusable
-from ...net.inheritance import note_peer
+from ...net.inheritance import note_grpc, note_peer, why_grpc_is_unusable
 from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
 from ...net.user_sockets import SocketDirectory
 from ...net.waiting import wait_with_warnings

@@ -102,8 +102,8 @@ class Credentials:
             CredentialsError: a file cannot be read, the certificate is not valid, or not for this worker.
         """
         from .identity import Identity  # here, because what it imports takes 50 ms that others need not spend
+        from .issuing import TokenSource
         from .material import PemSource
-        from .token import TokenSource
 
         if self.token is not None:
             return Identity(TokenSource(self.token, worker))
@@ -118,7 +118,7 @@ class Credentials:
         Raises:
             CredentialsError: there are certificates instead of a token.
         """
-        from .token import derive_key
+        from .issuing import derive_key
 
         if self.token is None:
             raise CredentialsError(f"a key for {purpose} needs a token: certificates share no secret")

@@ -1,4 +1,8 @@
-"""Making a CA, and certificates that it signs."""
+"""Making a CA, and certificates that it signs; from a token, every process derives the same CA.
+
+Anybody who connects to a process sees its certificate, and can try tokens on that without being noticed. So only
+the number of possible tokens protects a job.
+"""
 
 import datetime
 from dataclasses import dataclass
@@ -8,14 +12,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from .material import Material
 from .names import host_names
 
-__all__ = ["ALWAYS", "Authority", "Validity", "key_pem"]
+__all__ = ["ALWAYS", "Authority", "TokenSource", "Validity", "derive_key", "key_pem"]
 
 _COMMON_NAME_LIMIT = 64
+
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,29 @@ class Authority:
         builder = builder.add_extension(issuer_key, critical=False)
         certificate = builder.sign(self.key, hashes.SHA256())
         return certificate.public_bytes(Encoding.PEM), key_pem(key)
+
+
+@final
+class TokenSource:
+    """The certificate that a process has made itself from a token."""
+
+    def __init__(self, token: str, worker: str | None) -> None:
+        # 128 bits more than the order has, so that the remainder is as good as uniform.
+        secret = int.from_bytes(derive_key(token, "CA key", 48))
+        authority = Authority.create(ec.derive_private_key(secret % (_P256_ORDER - 1) + 1, ec.SECP256R1()), ALWAYS)
+        self._material = Material(
+            authority.certificate.public_bytes(Encoding.PEM), *authority.issue(worker, ALWAYS)
+        )
+
+    def current(self) -> Material:
+        """Returns the certificate, always the same."""
+        return self._material
+
+
+def derive_key(token: str, purpose: str, nbytes: int) -> bytes:
+    """Returns a key that only those who know the token can compute; another one for each purpose."""
+    kdf = HKDF(algorithm=hashes.SHA256(), length=nbytes, salt=None, info=f"gradwire 1 {purpose}".encode())
+    return kdf.derive(token.encode())
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -8,8 +8,7 @@ from typing import Any, final
 import grpc
 
 from ...net.addresses import is_loopback
-from ...net.grpc_objects import note_grpc
-from ...net.inheritance import note_listener, note_peer
+from ...net.inheritance import note_grpc, note_listener, note_peer
 from ...net.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
 from ...net.socket_peers import MAX_ROUND_TRIP_S, half_of_descriptors
 from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile

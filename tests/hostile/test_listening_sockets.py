@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from gradwire.c10d import Credentials
-from gradwire.net.security.issuing import Authority, Validity
-from gradwire.net.security.token import TokenSource
+from gradwire.net.security.issuing import Authority, TokenSource, Validity
 from gradwire.proto.v1 import agent_pb2
 
 from tests.certificates import EXPIRED, OTHER_TOKEN, TOKEN, make_authority, write
