@@ -4,15 +4,18 @@ python -m benchmarks.tls                         # a table on stdout: half a min
 python -m benchmarks.tls --rounds 200            # longer, for less noise
 python -m benchmarks.tls --save docs/benchmarks  # also writes the table to tls.txt in that folder
 
-The hosts are two network namespaces, which takes root; without, both workers are on this host, and use TCP on the
-loopback address. Each row has workers of its own, in alternating rounds of one run; the others are stopped.
+The hosts are two network namespaces, joined by a pair of virtual interfaces (veth), which takes root; the kernel
+removes a namespace with the last process in it, so nothing is left however the benchmark ends. Without root, both
+workers are on this host, and use TCP on the loopback address. Each row has workers of its own, in alternating
+rounds of one run; the others are stopped.
 """
 
 import contextlib
+import ctypes
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +27,6 @@ from .calls import PEER, Noop, noop, noop_times
 from .command_line import Report, add_rounds, arguments_of, make_parser
 from .harness import RATIO_HEADER, Comparison, measure_rounds
 from .systems import worker_name
-from .two_hosts import Host, two_hosts
 from .worker_sets import WorkerSet, preload, take_turns
 
 SAVED = "tls.txt"
@@ -36,29 +38,100 @@ VARIABLES = ("TOKEN", "TOKEN_FILE", "CA", "CERTIFICATE", "KEY")
 HEADER = f"{'':24}{'carried by':>11}{'calls':>9}{'median':>9}{'p99':>9}{'cpu':>9}{RATIO_HEADER}"
 
 
+_NEW_NET = 0x40000000
+"""The flag of setns(2) for network namespaces."""
+
+COMMAND_TIMEOUT_S = 20.0
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How two workers are connected.
+    """How two workers are connected, the options, and the name of the variant that this one is compared with."""
 
-    between_hosts: whether they are on two hosts.
-    encrypted: whether they have a token.
-    insecure: the option.
+    between_hosts: bool
+    has_token: bool
+    insecure: bool
+    baseline: str = ""
+
+
+VARIANTS = {
+    "two hosts, insecure": Variant(between_hosts=True, has_token=False, insecure=True),
+    "two hosts, mutual TLS": Variant(
+        between_hosts=True, has_token=True, insecure=False, baseline="two hosts, insecure"
+    ),
+    "one host, insecure": Variant(between_hosts=False, has_token=False, insecure=True),
+    "one host, no set-up": Variant(
+        between_hosts=False, has_token=False, insecure=False, baseline="one host, insecure"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host on which a process can run.
+
+    address: of its interface.
+    namespace: the path of its network namespace; None for that of this process.
     """
 
-    name: str
-    between_hosts: bool
-    encrypted: bool
-    insecure: bool
+    address: str
+    namespace: str | None = None
+
+    def enter(self) -> None:
+        """Moves this process to the host. It must have one thread only."""
+        if self.namespace is None:
+            return
+        descriptor = os.open(self.namespace, os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NET):
+                number = ctypes.get_errno()
+                raise OSError(number, f"setns: {os.strerror(number)}")
+        finally:
+            os.close(descriptor)
 
 
-IN_THE_CLEAR = Variant("two hosts, insecure", between_hosts=True, encrypted=False, insecure=True)
-MUTUAL_TLS = Variant("two hosts, mutual TLS", between_hosts=True, encrypted=True, insecure=False)
-INSECURE = Variant("one host, insecure", between_hosts=False, encrypted=False, insecure=True)
-NO_SETUP = Variant("one host, no set-up", between_hosts=False, encrypted=False, insecure=False)
-VARIANTS = {each.name: each for each in (IN_THE_CLEAR, MUTUAL_TLS, INSECURE, NO_SETUP)}
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Context manager that makes two hosts.
 
-BASELINES = {MUTUAL_TLS.name: IN_THE_CLEAR.name, NO_SETUP.name: INSECURE.name}
-"""What variants are compared with."""
+    Raises:
+        OSError, subprocess.SubprocessError: none can be made; that takes root, `ip`, `unshare` and `nsenter`.
+    """
+    with contextlib.ExitStack() as stack:
+        first, second = processes = [stack.enter_context(_namespace()) for _ in range(2)]
+        _run_in(first, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
+        hosts = []
+        for number, process in enumerate(processes, 1):
+            host = Host(f"10.91.0.{number}", f"/proc/{process}/ns/net")
+            _run_in(process, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                _run_in(process, "ip", "link", "set", interface, "up")
+            hosts.append(host)
+        yield hosts
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """Context manager that makes a network namespace; its value is the id of a process in it."""
+    command = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]  # which ends with this process
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if not holder.stdout.readline():
+            raise PermissionError(f"no network namespace can be made: {holder.stderr.read().decode().strip()}")
+        try:
+            yield holder.pid
+        finally:
+            holder.stdin.close()
+
+
+def _run_in(process: int, *command: str) -> None:
+    """Runs a command in the network namespace of a process."""
+    inside = ["nsenter", "--net", f"--target={process}", *command]
+    subprocess.run(inside, check=True, timeout=COMMAND_TIMEOUT_S, capture_output=True)
 
 
 def start(hosts: Sequence[Host], token: str, name: str, rank: int, size: int, url: str) -> Callable[[], None]:
@@ -70,7 +143,7 @@ def start(hosts: Sequence[Host], token: str, name: str, rank: int, size: int, ur
     options = rpc.RpcBackendOptions(
         init_method=url,
         insecure=variant.insecure,
-        credentials=Credentials(token=token) if variant.encrypted else None,
+        credentials=Credentials(token=token) if variant.has_token else None,
     )
     if variant.between_hosts:
         hosts[rank].enter()
@@ -96,8 +169,8 @@ def measure(hosts: Sequence[Host], rounds: int, seconds: float) -> tuple[Compari
 
 def row(comparison: Comparison, name: str, carrier: str) -> str:
     """Returns the line of a variant."""
-    baseline = BASELINES.get(name)
-    ratios = "" if baseline is None else comparison.ratio_columns(name, baseline)
+    baseline = VARIANTS[name].baseline
+    ratios = "" if not baseline else comparison.ratio_columns(name, baseline)
     return f"{name:24}{carrier:>11}{comparison.time_columns(name)}{ratios}"
 
 

@@ -26,7 +26,6 @@ from benchmarks import (
     stalled_peer,
     throughput,
     tls,
-    two_hosts,
 )
 from benchmarks.harness import Comparison
 from benchmarks.report import PAIRS
@@ -229,7 +228,7 @@ def test_the_cost_of_watching_is_measured(measure, tmp_path):
 
 
 def test_where_there_are_no_two_hosts_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(two_hosts, "_namespace", lambda: subprocess.Popen(["/no/such/program"]))
+    monkeypatch.setattr(tls, "_namespace", lambda: subprocess.Popen(["/no/such/program"]))
     with contextlib.ExitStack() as stack:
         hosts, what = tls._hosts(stack, loopback=False)
     assert [host.address for host in hosts] == ["127.0.0.1"] * 2
