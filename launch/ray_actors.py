@@ -70,21 +70,14 @@ class End:
     context: str = ""
 
 
-def forwarded_variables(credentials: Credentials | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of the caller that all processes of a job get, with its credentials.
-
-    Args:
-        credentials: those of the job; None for the certificates that the environment names.
-        environment: that of the caller.
-    """
+def forwarded_variables(credentials: Credentials) -> dict[str, str]:
+    """Returns the variables of this process that all processes of a job get, with the token of its credentials."""
     own = {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name.startswith("GRADWIRE_") and name not in _OF_ONE_PROCESS
     }
-    return (
-        own if credentials is None or credentials.token is None else {**own, "GRADWIRE_TOKEN": credentials.token}
-    )
+    return own if credentials.token is None else {**own, "GRADWIRE_TOKEN": credentials.token}
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:

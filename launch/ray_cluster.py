@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -87,13 +86,13 @@ def run_on_ray(spec: LaunchSpec) -> None:
         import ray
     except ImportError as error:
         raise ImportError("launch.ray needs Ray: pip install ray", name="ray") from error
-    credentials = credentials_or_token()
+    variables = forwarded_variables(credentials_or_token())
     was_connected = ray.is_initialized()
     if not was_connected:
         ray.init()
     try:
         with _reserve(spec) as group:
-            supervisor = _Supervisor(spec, group, forwarded_variables(credentials, os.environ))
+            supervisor = _Supervisor(spec, group, variables)
             try:
                 supervisor.run()
             finally:
