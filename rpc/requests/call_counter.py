@@ -4,7 +4,7 @@ import threading
 from typing import final
 
 from ..execution.ctrl_c import wait_interruptibly
-from .served_call import CallKey, ServedCall
+from .served_calls import CallKey, ServedCall
 
 __all__ = ["CallCounter"]
 

@@ -1,31 +1,44 @@
-"""The requests of other workers that have not begun to run, and those that are to be answered later.
+"""The requests of other workers, from their arrival to their answers.
 
-served_call.py has the states of a request. Those that wait for a promise of another worker are parked: they hold
-no thread, and end with their timeout, by a clock that starts with the first of them. Each caller may have a number
-of them, and so many bytes. Those whose functions have returned futures are given up when nobody waits for their
-answers: a future may never be completed, and a graceful shutdown would wait for it for ever.
+| state     | what it waits for               | event: next state                                      |
+|-----------|---------------------------------|--------------------------------------------------------|
+| arrived   | its payloads, then a thread     | a thread: running; values are missing: parked; its     |
+|           |                                 | caller does not read its answers: postponed            |
+| parked    | values that others have promised | one is there, or will not come: arrived               |
+| postponed | its caller                      | it has read enough: arrived                            |
+| running   | its handler                     | a value or an error: done; a future: deferred          |
+| deferred  | that future                     | it is done, or nobody waits for the answer: done       |
+
+Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states, and when
+it is deferred; those that come while it runs end it then. Until it runs it is in `ServedCalls.waiting`, and in
+`ServedCalls.deferred` when it is deferred: whoever takes it out there decides what becomes of it, which is one
+operation on a dict. Requests that carry no values of users, and messages without an id, are in neither: they run
+when a thread comes to them.
+
+Those that wait for a promise of another worker are parked: they hold no thread, and end with their timeout, by a
+clock that starts with the first of them. Each caller may have a number of them, and so many bytes. Those whose
+functions have returned futures are given up when nobody waits for their answers: a future may never be completed,
+and a graceful shutdown would wait for it for ever.
 """
 
-import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import final
 
-from ...errors import LimitReachedError
+from ...errors import LimitReachedError, RpcCancelledError, RpcError, RpcTimeoutError, WorkerLostError
+from ...proto.v1 import agent_pb2
+from ..channels.payloads import PayloadReader
 from ..contracts.extension import Awaited
-from ..contracts.messages import Deferred, Incoming
+from ..contracts.messages import Deferred, Handler, Incoming
 from ..contracts.options import FlowControlOptions
 from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..peers.flow_control import CALL_BYTES
 from ..peers.peer import Peer
-from .served_call import CallKey, ServedCall, ServedState
 
-__all__ = ["MIN_WAIT_S", "NotBegun", "Resume", "ServedCalls", "may_begin"]
+__all__ = ["MIN_WAIT_S", "CallKey", "ServedCall", "ServedCalls", "may_begin"]
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
@@ -34,43 +47,47 @@ ROUNDED_TO = 64
 """Waits are rounded up by less than two of these parts: the clock keeps a queue for each length of a wait, and who
 calls may choose any."""
 
-Resume = Callable[[ServedCall], None]
-"""Has a request served. Must not block."""
+CallKey = tuple[int, int]
+"""The caller's wire id, and the request's id; that of a message without one is a negative number of its own."""
 
 
-class NotBegun(Enum):
-    """Why a request is not to run."""
+@final
+class ServedCall:
+    """A request, and what is needed to run and to answer it."""
 
-    CANCELLED = auto()
-    """Its caller has cancelled it."""
-    EXPIRED = auto()
-    """The time is up that its caller waits."""
-    ABANDONED = auto()
-    """Its caller is lost."""
+    def __init__(self, source: Peer, envelope: agent_pb2.Envelope, handler: Handler | None) -> None:
+        """Has arrived from `source`; its payloads may still be on their way. An unknown type has no handler."""
+        self.source = source
+        self.envelope = envelope
+        self.handler = handler
+        self.key: CallKey = (source.id, envelope.id or -id(self))
+        timeout = envelope.timeout_ms
+        self.deadline = time.monotonic() + timeout / 1000 if timeout else 0.0
+        """The time of `time.monotonic` until which its caller waits; 0 for ever."""
+        self.is_cancelled = False
+        """Whether its caller has cancelled it while it ran."""
+        self.payloads: PayloadReader | None = None
+        """Reads its payloads, when all have come."""
+        self.nbytes = 0
+        """Of envelope and payloads."""
+        self.awaited: Sequence[Awaited] = ()
+        """What it waits for, or has waited for: kept alive until it runs."""
+        self.wake: Callable[[], None]
+        """Ends its wait for that. A new one for each wait."""
+        self.message: Incoming | None = None
+        """Itself, decoded, when it is deferred."""
+        self.on_aborted: Callable[[], None] | None = None
+        """What is to be called when nobody waits for its deferred answer any more."""
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether its caller waits no longer."""
+        return bool(self.deadline) and time.monotonic() >= self.deadline
 
 
 def may_begin(source: Peer) -> bool:
     """Returns whether requests of a worker may begin. One that has left has sent its last ones on purpose."""
     return source.end is None or source.end.orderly
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
-    """One wait of a request. The next one may begin, on another thread, while this one is being registered.
-
-    call: the request.
-    awaited: what it waits for.
-    resume: has it served again.
-    wake: ends the wait.
-    number: what the clock calls it.
-    """
-
-    call: ServedCall
-    awaited: Sequence[Awaited]
-    resume: Resume
-    wake: Callable[[], None]
-    number: int
 
 
 @final
@@ -81,21 +98,12 @@ class ServedCalls:
     """
 
     def __init__(self, options: FlowControlOptions, make_deadlines: DeadlinesFactory, name: str) -> None:
-        """Starts no clock yet.
-
-        Args:
-            options: the bounds.
-            make_deadlines: makes the clock of parked requests.
-            name: of this worker, for the clock's thread.
-        """
+        """Starts no clock yet. Args: options: the bounds. name: of this worker."""
         self.waiting: dict[CallKey, ServedCall] = {}
         """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
-        self._parked: dict[CallKey, _Wait] = {}
-        self._numbers: dict[int, CallKey] = {}
-        """The parked requests that have timeouts."""
-        self._next_number = itertools.count()
+        self._parked: dict[CallKey, ServedCall] = {}
         # By its own calls and those that they make, a caller may have this many in flight.
         self._max_parked = max(options.max_in_flight, options.max_received)
         self._max_parked_bytes = options.max_received_bytes
@@ -103,21 +111,22 @@ class ServedCalls:
         self._name = name
         self._lock = threading.Lock()
         # Guarded by the lock.
-        self._clock: Deadlines[int] | None = None
+        self._clock: Deadlines[CallKey] | None = None
         self._is_closed = False
 
     # Those that have not begun.
 
-    def begin(self, call: ServedCall) -> NotBegun | None:
-        """Has a request begin to run; returns why it does not if it does not."""
-        is_waiting = self.waiting.pop(call.key, None) is not None
-        if call.source.end is not None and not may_begin(call.source):
-            return NotBegun.ABANDONED
+    def begin(self, call: ServedCall, handler: Handler) -> RpcError | None:
+        """Has a request begin to run; if it does not, returns the error that its caller gets."""
+        source, is_waiting = call.source, self.waiting.pop(call.key, None) is not None
+        if source.end is not None and not may_begin(source):
+            reason = f"this was noticed before a request of it began on {self._name!r}"
+            return WorkerLostError(source.info.name, reason)
         if not is_waiting:
-            return NotBegun.CANCELLED
+            return RpcCancelledError(self._name)
         if call.deadline and time.monotonic() >= call.deadline:
-            return NotBegun.EXPIRED
-        call.state = ServedState.RUNNING
+            activity = f"its time was up before it began: {handler.description}"
+            return RpcTimeoutError(self._name, call.envelope.timeout_ms / 1000, activity)
         return None
 
     def is_due(self, call: ServedCall) -> bool:
@@ -128,7 +137,7 @@ class ServedCalls:
         """Keeps a request from beginning; returns False if it has begun, or never arrived."""
         is_cancelled = self.waiting.pop(key, None) is not None
         if self._parked:
-            self._wake(key)
+            self._end_wait(key)
         return is_cancelled
 
     def discard(self, key: CallKey) -> None:
@@ -149,16 +158,13 @@ class ServedCalls:
         Returns:
             False if nobody waits for the answer: what ended it came before it was there to be found.
         """
-        call.message, call.on_aborted, call.state = message, answer.on_aborted, ServedState.DEFERRED
+        call.message, call.on_aborted = message, answer.on_aborted
         self.deferred[call.key] = call
         return not call.is_cancelled and call.source.end is None
 
     def take_deferred(self, key: CallKey) -> ServedCall | None:
         """Takes such a request, to answer it or to give it up; None if that has been done."""
-        call = self.deferred.pop(key, None)
-        if call is not None:
-            call.state = ServedState.DONE
-        return call
+        return self.deferred.pop(key, None)
 
     def expired(self) -> list[CallKey]:
         """Returns the keys of those whose callers do not wait any longer."""
@@ -175,31 +181,33 @@ class ServedCalls:
 
     # Those that wait without a thread.
 
-    def park(self, call: ServedCall, awaited: Sequence[Awaited], resume: Resume) -> None:
-        """Has a request wait. It is resumed once: when something that it waits for is over, or it is not to run.
+    def park(self, call: ServedCall, awaited: Sequence[Awaited], resume: Callable[[ServedCall], None]) -> None:
+        """Has a request, which `is_due`, wait.
 
         Args:
-            call: the request, which `is_due`.
+            call: the request.
             awaited: what it waits for.
-            resume: has it served again.
+            resume: has it served again, once: when something of that is over, or it is not to run. Does not block.
 
         Raises:
             LimitReachedError: too many requests of the caller are parked, or too many bytes.
         """
         key = call.key
         self._count(call.source, call.nbytes)
-        call.awaited, call.state = awaited, ServedState.PARKED
-        wait = _Wait(call, awaited, resume, partial(self._wake, key), next(self._next_number))
-        self._parked[key] = wait
+        wake = partial(self._wake, key, resume)
+        call.awaited, call.wake = awaited, wake
+        self._parked[key] = call
         for each in awaited:
-            each.add_waiter(wait.wake)
+            each.add_waiter(wake)
         # It may have been cancelled, and what it waits for may be over, before it was there to be found.
         if key not in self.waiting or any(each.is_over for each in awaited):
-            self._wake(key)
+            wake()
         elif call.deadline:
-            self._expire_later(wait.number, key, call.deadline)
-        if self._parked.get(key) is not wait:  # woken meanwhile
-            self._remove(wait)
+            self._expire_later(key, call.deadline)
+        # Woken meanwhile: its next wait may have begun, on another thread.
+        if self._parked.get(key) is not call or call.wake is not wake:
+            for each in awaited:
+                each.remove_waiter(wake)
 
     def close(self) -> None:
         """Ends the clock: no parked request times out from now on."""
@@ -209,23 +217,21 @@ class ServedCalls:
         if clock is not None:
             clock.close()
 
-    def _wake(self, key: CallKey) -> None:
+    def _end_wait(self, key: CallKey) -> None:
+        if (call := self._parked.get(key)) is not None:
+            call.wake()
+
+    def _wake(self, key: CallKey, resume: Callable[[ServedCall], None]) -> None:
         """Has a request resumed if it is parked. Called on any thread."""
-        wait = self._parked.pop(key, None)
-        if wait is None:
+        call = self._parked.pop(key, None)
+        if call is None:
             return
-        self._remove(wait)
-        call = wait.call
+        for each in call.awaited:
+            each.remove_waiter(call.wake)
         with self._lock:
             call.source.parked_requests -= 1
             call.source.parked_bytes -= max(call.nbytes, CALL_BYTES)
-        call.state = ServedState.ARRIVED
-        wait.resume(call)
-
-    def _remove(self, wait: _Wait) -> None:
-        self._numbers.pop(wait.number, None)
-        for each in wait.awaited:
-            each.remove_waiter(wait.wake)
+        resume(call)
 
     def _count(self, source: Peer, nbytes: int) -> None:
         nbytes = max(nbytes, CALL_BYTES)
@@ -240,21 +246,17 @@ class ServedCalls:
             source.parked_requests += 1
             source.parked_bytes += nbytes
 
-    def _expire_later(self, number: int, key: CallKey, deadline: float) -> None:
+    def _expire_later(self, key: CallKey, deadline: float) -> None:
         with self._lock:
             if self._is_closed:
                 return
             if self._clock is None:
                 self._clock = self._make_deadlines(
-                    self._expire, self._numbers.__contains__, self._numbers.__len__, f"gradwire-waits-{self._name}"
+                    self._end_wait, self._parked.__contains__, self._parked.__len__, f"gradwire-waits-{self._name}"
                 )
             clock = self._clock
-        self._numbers[number] = key
-        clock.add(number, _rounded_up(max(MIN_WAIT_S, deadline - time.monotonic())))
-
-    def _expire(self, number: int) -> None:
-        if (key := self._numbers.get(number)) is not None:
-            self._wake(key)
+        # A request that has waited before expires at the same time, so an entry of that wait does no harm.
+        clock.add(key, _rounded_up(max(MIN_WAIT_S, deadline - time.monotonic())))
 
 
 def _rounded_up(seconds: float) -> float:

@@ -14,7 +14,6 @@ from ...errors import (
     RemoteError,
     RpcCancelledError,
     RpcError,
-    RpcTimeoutError,
     SendFailedError,
     SerializationError,
     WorkerLostError,
@@ -44,8 +43,7 @@ from ..peers.received_requests import ReceivedRequests
 from .call import CallParts
 from .call_counter import CallCounter
 from .codec import Codec
-from .served_call import CallKey, ServedCall, ServedState
-from .served_calls import NotBegun, ServedCalls, may_begin
+from .served_calls import CallKey, ServedCall, ServedCalls, may_begin
 
 __all__ = ["Server"]
 
@@ -129,8 +127,8 @@ class Server(WorkerWatcher):
             # First: a cancellation finds it among those that wait, or here.
             counter.serving[call.key] = call
             try:
-                if envelope.id and (reason := self.calls.begin(call)) is not None:
-                    self._drop(call, handler, reason)
+                if envelope.id and (error := self.calls.begin(call, handler)) is not None:
+                    self._refuse(call, error)
                     return
                 counter.last_served = call.key
                 nesting.depth, nesting.deadline = envelope.depth + 1, call.deadline
@@ -143,15 +141,11 @@ class Server(WorkerWatcher):
 
     def _postpone(self, call: ServedCall) -> bool:
         """Returns whether a call is postponed, or refused because too many are."""
-        call.state = ServedState.POSTPONED
         try:
-            is_postponed = self.backlogs.add(call.source.backlog, partial(self._submit_again, call))
+            return self.backlogs.add(call.source.backlog, partial(self._submit_again, call))
         except LimitReachedError as error:
             self._refuse(call, error)
             return True
-        if not is_postponed:
-            call.state = ServedState.ARRIVED
-        return is_postponed
 
     def _park(self, call: ServedCall) -> bool:
         """Returns whether a call waits for what it names, or is refused because too many do."""
@@ -166,31 +160,15 @@ class Server(WorkerWatcher):
             self._refuse(call, error)
         return True
 
-    def _refuse(self, call: ServedCall, error: Exception) -> None:
+    def _refuse(self, call: ServedCall, error: RpcError) -> None:
+        """Answers a request that does not begin, so that its caller knows that it is over."""
         self._extensions.on_decode_error(call.source.info, call.envelope, error)
         self.reject(call.source, call.envelope, error)
 
     def _submit_again(self, call: ServedCall) -> None:
         """Has a request run that was postponed or parked, if nothing else keeps it from that by then."""
-        call.state = ServedState.ARRIVED
         self._received.add(call.source.received, call.nbytes)
         self._executor.submit(self.serve, call)
-
-    def _drop(self, call: ServedCall, handler: Handler, reason: NotBegun) -> None:
-        """Answers a request that does not begin, so that its caller knows that it is over."""
-        source, envelope = call.source, call.envelope
-        error: RpcError
-        if reason is NotBegun.CANCELLED:
-            error = RpcCancelledError(self._me.name)
-        elif reason is NotBegun.EXPIRED:
-            activity = f"its time was up before it began: {handler.description}"
-            error = RpcTimeoutError(self._me.name, envelope.timeout_ms / 1000, activity)
-        else:
-            error = WorkerLostError(
-                source.info.name, f"this was noticed before a request of it began on {self._me.name!r}"
-            )
-        self._extensions.on_decode_error(source.info, envelope, error)
-        self._answer_error(source, envelope, error, has_begun=False)
 
     def reject(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""

@@ -17,7 +17,7 @@ from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
-from gradwire.rpc.requests.served_call import ServedCall
+from gradwire.rpc.requests.served_calls import ServedCall
 from gradwire.rpc.requests.server import Server
 
 from tests import remote_functions

@@ -18,8 +18,7 @@ from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.received_requests import ReceivedRequests
 from gradwire.rpc.requests.call_counter import CallCounter
 from gradwire.rpc.requests.extensions import Extensions
-from gradwire.rpc.requests.served_call import ServedCall
-from gradwire.rpc.requests.served_calls import ServedCalls
+from gradwire.rpc.requests.served_calls import ServedCall, ServedCalls
 from gradwire.rpc.requests.server import Server
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
