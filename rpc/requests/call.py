@@ -16,7 +16,7 @@ on a dict: so it ends once. All ends go through `Call.succeed`, `Call.fail` and 
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
 
@@ -77,67 +77,38 @@ class CallParts:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Call:
-    """A request, and its future."""
+    """A request, and its future.
 
-    __slots__ = (
-        "abandon",
-        "depth",
-        "future",
-        "handler",
-        "identifier",
-        "is_expired",
-        "is_withdrawn",
-        "message",
-        "parts",
-        "peer",
-        "repeats",
-        "state",
-        "timeout",
-        "waits_since",
-    )
+    parts: of its agent.
+    handler: of its message type.
+    timeout: seconds, 0 for none.
+    depth: how many calls it is inside of.
+    repeats: how it is sent again; None if it may run once only.
+    """
 
-    future: Future[Any]
+    parts: CallParts
+    peer: Peer
+    handler: Handler
+    timeout: float
+    depth: int
+    repeats: Repeats | None = None
+    identifier: int = 0
+    """Of the latest attempt."""
+    state: State = State.NEW
+    message: Outgoing | None = None
+    """What is sent, or what is left of it: see `note_sent`."""
+    future: Future[Any] = field(init=False)
     """Set with the first attempt."""
-
-    def __init__(
-        self,
-        parts: CallParts,
-        peer: Peer,
-        handler: Handler,
-        timeout: float,
-        depth: int,
-        repeats: Repeats | None = None,
-    ) -> None:
-        """Is not sent.
-
-        Args:
-            parts: of its agent.
-            peer: the receiver.
-            handler: of its message type.
-            timeout: seconds, 0 for none.
-            depth: how many calls it is inside of.
-            repeats: how it is sent again; None if it may run once only.
-        """
-        self.identifier = 0
-        """Of the latest attempt."""
-        self.parts = parts
-        self.peer = peer
-        self.handler = handler
-        self.timeout = timeout
-        self.depth = depth
-        self.state = State.NEW
-        self.message: Outgoing | None = None
-        """What is sent, or what is left of it: see `note_sent`."""
-        self.abandon: Callable[[], None] | None = None
-        """Ends its wait for capacity, or for its worker."""
-        self.waits_since = 0.0
-        """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
-        self.is_expired = False
-        """Whether its time is up; it is about to be taken back, and to fail."""
-        self.is_withdrawn = False
-        """Whether it was taken back before anything of it was sent."""
-        self.repeats = repeats
+    abandon: Callable[[], None] | None = None
+    """Ends its wait for capacity, or for its worker."""
+    waits_since: float = 0.0
+    """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
+    is_expired: bool = False
+    """Whether its time is up; it is about to be taken back, and to fail."""
+    is_withdrawn: bool = False
+    """Whether it was taken back before anything of it was sent."""
 
     # Before it is sent.
 
@@ -201,11 +172,7 @@ class Call:
                 counter.end_request(self.identifier)
 
     def fail(self, error: Exception, outcome: Outcome) -> bool:
-        """Fails it. Called by whoever has taken it.
-
-        Args:
-            error: no other call may fail with it.
-            outcome: what has become of the request.
+        """Fails it with an error that no other call fails with. Called by whoever has taken it.
 
         Returns:
             False if only this attempt has failed: the call is to be sent again.

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, final
@@ -44,9 +44,11 @@ from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State
 from .codec import Codec
 from .finalizer_calls import FinalizerCalls
 from .repeats import CONNECTION_ERRORS, Repeats
-from .unanswered import Unanswered
 
 __all__ = ["Caller"]
+
+MAX_ORPHANS = 1 << 16
+"""Requests that have failed because their worker was suspect, and whose answers may still come."""
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +58,11 @@ class Caller(WorkerWatcher):
     """The calls of one agent. Safe to use from any thread."""
 
     def __init__(self, parts: CallParts, codec: Codec, make_deadlines: DeadlinesFactory) -> None:
-        """Has sent nothing yet.
-
-        Args:
-            parts: of the calls.
-            codec: encodes requests, and decodes answers.
-            make_deadlines: makes the clock of the timeouts.
-        """
+        """Has sent nothing yet. Args: make_deadlines: makes the clock of the timeouts."""
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
-        self.unanswered = Unanswered()
+        self.kept: dict[int, object] = {}
+        """The `keep` of each request, also if that has failed here, until it is answered or never will be; by id."""
         self.finalizer_calls = FinalizerCalls(parts.executor, parts.call_soon)
         self._parts = parts
         self._codec = codec
@@ -74,6 +71,9 @@ class Caller(WorkerWatcher):
         self._counter, self._flow_control = parts.counter, parts.flow_control
         self._nesting = parts.flow_control.nesting
         self._ids = itertools.count(1)
+        self._orphans: OrderedDict[int, Peer] = OrderedDict()
+        """The worker of each request that has failed because that was suspect, and that it may answer all the
+        same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
         self._postponed: dict[int, Call] = {}
@@ -92,13 +92,7 @@ class Caller(WorkerWatcher):
     # Sending: on any thread.
 
     def send(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
-        """Sends a request: see `RpcAgent.request`.
-
-        Args:
-            worker: the receiver.
-            request: what to send.
-            timeout: seconds, 0 for none.
-        """
+        """Sends a request: see `RpcAgent.request`. Args: timeout: seconds, 0 for none."""
         finalizer_calls = self.finalizer_calls
         if finalizer_calls.collecting and finalizer_calls.is_collecting_here():
             send = partial(self.send, worker, request, timeout)
@@ -143,7 +137,7 @@ class Caller(WorkerWatcher):
         Args:
             worker: the receiver.
             request: what to send.
-            timeout: seconds, 0 for none.
+            timeout: as of `send`.
             packed: the value. Extensions may change its list of tensors.
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
@@ -221,7 +215,7 @@ class Caller(WorkerWatcher):
             self._begin_attempt(call, call.repeats)
         self.in_flight[identifier] = call  # the answer may arrive before `send` returns
         if request.keep is not None:
-            self.unanswered.kept[identifier] = peer, request.keep
+            self.kept[identifier] = request.keep
         if not handler.user_values:
             return None
         self._counter.requests.add(identifier)
@@ -274,7 +268,7 @@ class Caller(WorkerWatcher):
 
     def _release_unsent(self, call: Call) -> None:
         """Counts a call as not sent."""
-        self.unanswered.drop(call.identifier)
+        self.kept.pop(call.identifier, None)
         self._flow_control.abandon(call.peer.window, call.identifier)
 
     def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
@@ -447,7 +441,7 @@ class Caller(WorkerWatcher):
         identifier, is_result = envelope.id, envelope.type == RESULT and not envelope.HasField("profile")
         call = self.in_flight.get(identifier)
         if call is None:
-            is_awaited = identifier in source.window.calls or self.unanswered.take_orphan(source, identifier)
+            is_awaited = identifier in source.window.calls or self._take_orphan(source, identifier)
         else:
             is_awaited = call.peer is source
         if not is_awaited or identifier in self._arrived:
@@ -470,7 +464,7 @@ class Caller(WorkerWatcher):
         identifier = envelope.id
         self._arrived.discard(identifier)
         call = self.in_flight.pop(identifier, None)
-        if kept := self.unanswered.kept:
+        if kept := self.kept:
             kept.pop(identifier, None)
         try:
             self._flow_control.release(source.window, identifier)
@@ -496,14 +490,13 @@ class Caller(WorkerWatcher):
         if not isinstance(payload, tuple) or len(payload) != 1:
             raise ValueError("malformed message: it confirms no request")
         call = self.in_flight.get(identifier := payload[0])
-        asked = call.peer if call is not None else self.unanswered.receiver_of(identifier)
-        if asked not in (source, None):
+        if call is not None and call.peer is not source:
             raise ValueError(f"worker {worker.name!r} confirms a request to another worker")
         call = self.in_flight.pop(identifier, None)
-        self.unanswered.drop(identifier)
-        self._flow_control.release(source.window, identifier)
+        if call is not None or identifier in source.window.calls:
+            self._release(source, identifier)
         if call is None:
-            self.unanswered.take_orphan(source, identifier)  # it has failed meanwhile
+            self._take_orphan(source, identifier)  # it has failed meanwhile
         elif call.future.has_callbacks:
             self._executor.submit(call.succeed, None)
         else:
@@ -513,16 +506,23 @@ class Caller(WorkerWatcher):
         """Fails the call whose answer cannot be read."""
         self._codec.values.record_refusal(source.info, error)
         call, identifier = self.in_flight.get(envelope.id), envelope.id
-        asked = call.peer if call is not None else self.unanswered.receiver_of(identifier)
-        if asked is not None and asked is not source:
-            log.warning("worker %s answers a request to %s; dropped", source.info.name, asked.info.name)
+        if call.peer is not source if call is not None else identifier not in source.window.calls:
+            log.info("worker %s answers a request that it has not got, or has answered; dropped", source.info.name)
             return
-        self.unanswered.drop(identifier)
-        self._flow_control.release(source.window, identifier)
+        self._release(source, identifier)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.info.name, str(error))
         if call is not None:
             self._take_and_fail(call, error, _outcome_of(envelope))
+
+    def _release(self, peer: Peer, identifier: int) -> None:
+        """Counts a request to a worker as answered, or as one that never will be."""
+        self.kept.pop(identifier, None)
+        self._flow_control.release(peer.window, identifier)
+
+    def _take_orphan(self, peer: Peer, identifier: int) -> bool:
+        """Returns, once, whether a worker answers a request that has failed because it was suspect."""
+        return self._orphans.get(identifier) is peer and self._orphans.pop(identifier, None) is not None
 
     # Other ends.
 
@@ -570,8 +570,7 @@ class Caller(WorkerWatcher):
         identifier = message.envelope.id
         if call.peer.withdraw(message):
             call.is_withdrawn = True
-            self.unanswered.drop(identifier)
-            self._flow_control.release(call.peer.window, identifier)
+            self._release(call.peer, identifier)
             self._codec.resend_control(call.peer, message)
             self._executor.submit(self._extensions.on_send_aborted, message)
         else:
@@ -599,14 +598,13 @@ class Caller(WorkerWatcher):
     def note_suspect(self, worker: WorkerInfo, reason: str) -> Callable[[], None]:
         """Returns what fails the calls that get no answer from a worker that does not answer."""
         peer = self._peers.of(worker)
-        sent = self.unanswered.of(peer)
-        sent.update(peer.window.calls.copy())
+        sent = peer.window.calls.copy()
         in_flight = self.in_flight.copy()  # after the others, to which a new call is added later
         # Those of the first kind are about to find out; what has not been sent may wait for the worker.
         waits = peer.absence is not None and peer.absence.waits
         spared = {State.NEW, State.POSTPONED} if waits else {State.NEW}
         concerned = [call for call in in_flight.values() if call.peer is peer and call.state not in spared]
-        failed = sent - in_flight.keys()
+        failed = sent.keys() - in_flight.keys()
         return partial(self._fail_suspect, peer, reason, peer.take_unsent(), concerned, failed)
 
     def _fail_suspect(
@@ -627,16 +625,16 @@ class Caller(WorkerWatcher):
             failed: the ids of those that have failed before.
         """
         for identifier in (*failed, *(call.identifier for call in concerned)):
-            self.unanswered.drop(identifier)
-            # First: callbacks may make calls that wait for capacity.
-            self._flow_control.release(peer.window, identifier)
+            self._release(peer, identifier)  # first: callbacks may make calls that wait for capacity
         for call in concerned:
             identifier = call.identifier
             if self.in_flight.pop(identifier, None) is None:
                 continue
             outcome = call.outcome_without(unsent)
             if outcome is Outcome.UNKNOWN:
-                self.unanswered.add_orphan(peer, identifier)
+                self._orphans[identifier] = peer
+                while len(self._orphans) > MAX_ORPHANS:
+                    self._orphans.popitem(last=False)
             self._fail(call, WorkerSuspectError(peer.info.name, reason), outcome)
 
     def note_back(self, worker: WorkerInfo) -> Callable[[], None]:
@@ -646,12 +644,17 @@ class Caller(WorkerWatcher):
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Fails the calls to a worker that is lost."""
         peer = self._peers.of(worker)
+        sent = peer.window.calls.copy()
         self._flow_control.release_all(peer.window)  # first: callbacks may make calls that wait for capacity
         unsent = peer.take_unsent()
         for call in self.in_flight.copy().values():
             if call.peer is peer:
                 self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
-        self.unanswered.drop_all(peer)
+        for identifier in sent:
+            self.kept.pop(identifier, None)
+        for identifier, receiver in self._orphans.copy().items():
+            if receiver is peer:
+                self._orphans.pop(identifier, None)
 
     def count_unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""
@@ -672,7 +675,7 @@ class Caller(WorkerWatcher):
             if (call_again := self._take_paused(number)) is not None and call_again.repeats is not None:
                 call_again.end(copy_error(error), call_again.repeats.outcome)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
-        self.unanswered.kept.clear()
+        self.kept.clear()
 
 
 def _outcome_of(answer: agent_pb2.Envelope) -> Outcome:

@@ -27,26 +27,8 @@ CONNECTION_ERRORS = (SendFailedError, WorkerLostError, WorkerSuspectError)
 class Repeats:
     """What it takes to send a call again, and what has become of its attempts so far."""
 
-    __slots__ = (
-        "_ends_at",
-        "_is_absent",
-        "attempts",
-        "context",
-        "error",
-        "is_cancelled",
-        "outcome",
-        "pause",
-        "request",
-        "timeout",
-    )
-
     def __init__(self, request: Request, timeout: float) -> None:
-        """No attempt has been made yet.
-
-        Args:
-            request: what to send.
-            timeout: seconds for all attempts together, 0 for none.
-        """
+        """No attempt has been made yet. Args: timeout: seconds for all attempts together, 0 for none."""
         self.request = request
         self.timeout = timeout
         self.attempts = 0
@@ -67,12 +49,7 @@ class Repeats:
         return max(self._ends_at - time.monotonic(), MIN_TIMEOUT_S) if self.timeout else 0.0
 
     def take_error(self, error: Exception, outcome: Outcome) -> bool:
-        """Notes the end of an attempt; returns whether there is to be another one.
-
-        Args:
-            error: what it fails with.
-            outcome: of this attempt.
-        """
+        """Notes what an attempt fails with; returns whether there is to be another one."""
         if outcome is Outcome.RAN or self.is_cancelled or not isinstance(error, CONNECTION_ERRORS):
             return False
         self.outcome = self.outcome_with(outcome)

@@ -9,7 +9,7 @@
 | running   | its handler                     | a value or an error: done; a future: deferred          |
 | deferred  | that future                     | it is done, or nobody waits for the answer: done       |
 
-Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states, and when
+Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states and when
 it is deferred; those that come while it runs end it then. Until it runs it is in `ServedCalls.waiting`, and in
 `ServedCalls.deferred` when it is deferred: whoever takes it out there decides what becomes of it, which is one
 operation on a dict. Requests that carry no values of users, and messages without an id, are in neither: they run

@@ -361,7 +361,7 @@ class Schedule(World):
                 "entries": len(references.table._entries()),
                 "control messages": agent.control.pending(),
                 "pending requests": len(agent._caller.in_flight),
-                "kept by requests": len(agent._caller.unanswered.kept),
+                "kept by requests": len(agent._caller.kept),
                 "waiting threads": len(machine.waiting),
                 "running calls": agent._calls.in_flight,
             }

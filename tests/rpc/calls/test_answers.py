@@ -22,11 +22,12 @@ from tests.remote_functions import set_event, wait_for
 def test_a_malformed_answer_of_another_worker_releases_nothing(agents):
     """What a request keeps alive stays until its own worker has answered, also if it has timed out."""
     agent, asked, other = agents(3)
-    kept = agent._caller.unanswered.kept
-    kept[7] = agent.peers.of(asked.info), "a lease"
+    kept = agent._caller.kept
+    kept[7] = "a lease"
+    agent._flow_control.admit(agent.peers.of(asked.info).window, 7, 0)
     answer = agent_pb2.Envelope(id=7, type=RESULT)
     agent._caller.on_rejected(agent.peers.of(other.info), answer, ValueError("malformed"))
-    assert kept == {7: (agent.peers.of(asked.info), "a lease")}
+    assert kept == {7: "a lease"}
     agent._caller.on_rejected(agent.peers.of(asked.info), answer, ValueError("malformed"))
     assert not kept
 

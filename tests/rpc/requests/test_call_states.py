@@ -303,7 +303,7 @@ class Calls(RuleBasedStateMachine):
         assert sorted(self.completions) == list(range(len(self.futures)))
         assert sorted(self.ends.begun) == sorted(self.ends.ended)
         assert not self.caller.in_flight
-        assert not self.caller.unanswered.kept
+        assert not self.caller.kept
         assert not self.counter.in_flight
         self.loop.close()
 
