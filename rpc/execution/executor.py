@@ -21,20 +21,17 @@ are idle, unless they have child processes.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from enum import Enum, auto
 from typing import Any, final
 
-from .children import has_children_of_thread
 from .interruptions import start_thread
 from .poller import OnReady, Poller
-from .stalls import MAX_THREADS, StallDetector
 from .waiter import Wakeable
-from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
 
 __all__ = ["Executor"]
 
@@ -44,43 +41,36 @@ IDLE_TIMEOUT_S = 10.0
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
 
+MAX_THREADS = 4096
+"""Threads that run tasks, or wait in them; beyond that, tasks wait. So calls may nest this deep."""
+
+STALL_TIMEOUT_S = 0.02
+"""Seconds in which no task is taken from the queue, after which one thread is added.
+
+The second additional thread takes twice that, the third one three times that, up to MAX_STALL_TIMEOUT_S.
+"""
+
+MAX_STALL_TIMEOUT_S = 0.25
+
+WATCH_INTERVAL_S = 0.001
+"""Seconds that a thread may keep a socket, and what it has read, while it runs a function; until the next look."""
+
+MAX_WATCH_INTERVAL_S = 0.008
+"""Seconds between two looks after some that have found nothing to take over: to look, a thread needs the
+interpreter, and the others have to wait for it."""
+
+WATCH_FOR_S = 0.02
+"""Seconds after the last busy socket in which a waiting thread looks after the others."""
+
+MAX_WATCHERS = 2
+"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
+
+WNOTHREAD = 0x20000000
+WALL = 0x40000000
+"""Options of waitid(2) without names in Python: only children of this thread, and those made by clone(2) too."""
+
 log = logging.getLogger(__name__)
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
-
-
-class _Need(Enum):
-    """What has to be started, or woken, for what is queued."""
-
-    NOTHING = auto()
-    WAKE_UP = auto()
-    THREAD = auto()
-    STALL_DETECTOR = auto()
-
-
-@final
-class _DeferredWakeups:
-    """What waiting threads wait by. Safe to use from any thread.
-
-    A thread that is woken needs the interpreter, which the thread that wakes it still has. So that one
-    wakes it when it has nothing more to do.
-    """
-
-    def __init__(self) -> None:
-        self.waiters: deque[Wakeable] = deque()
-        """Those that are not woken yet. Read without a call, because the executor looks at it all the time."""
-
-    def add(self, waiter: Wakeable) -> None:
-        """Has a thread woken by the next `wake_all`."""
-        self.waiters.append(waiter)
-
-    def wake_all(self) -> None:
-        """Wakes the threads."""
-        while self.waiters:
-            try:
-                waiter = self.waiters.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            waiter.release()
 
 
 class _ThreadState(threading.local):
@@ -114,12 +104,13 @@ class _Blocking:
         thread.blocks += 1
         if thread.blocks > 1:
             return
-        executor._wakeups.wake_all()
+        executor._wake_all()
         executor.poller.release()
         with executor._lock:
             executor._running -= thread.is_counted
             need = executor._need()
-        executor._provide(need)
+        if need is not None:
+            need()
 
     def __exit__(self, *_: object) -> None:
         executor = self._executor
@@ -168,18 +159,26 @@ class Executor:
         """Threads started so far."""
         self._staying = 0
         """Threads that do not end before the executor is closed."""
-        self._stalls = StallDetector(
-            f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
-        )
+        self._finds_stalls = False
+        """Whether a thread looks for stalls."""
+        self._saturated = threading.Condition(self._lock)
+        """Notified when a task is queued for which no thread is free."""
+        self._extra = 0
+        """The number of additional threads that are allowed since the queue was last empty."""
         self._closed = False
         self.is_inherited = False
         """Whether this process was forked from that of the executor, and has none of its threads."""
         self.poller = Poller(busy_poll)
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
-        self._watching = Watch(self.poller, self._has_undone)
+        self._watch_until = 0.0
+        """When it is long enough ago that a socket was busy, by the monotonic clock."""
+        self._watch_interval = WATCH_INTERVAL_S
+        """Seconds until the next look. Not reset by each message: most functions take less time."""
+        self._to_wake: deque[Wakeable] = deque()
+        """What threads wait by that are to be woken. A thread that is woken needs the interpreter, which the one
+        that wakes it still has: so that one wakes it when it has nothing more to do."""
         self._blocking = _Blocking(self)
-        self._wakeups = _DeferredWakeups()
 
     @property
     def threads(self) -> int:
@@ -211,8 +210,8 @@ class Executor:
             if self.poller.here.is_reading or self.here.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
-        if need is not _Need.NOTHING:
-            self._provide(need)
+        if need is not None:
+            need()
 
     def submit_urgent(self, task: Callable[..., None], *args: Any) -> None:
         """Queues a task that goes before all others: see `submit`."""
@@ -240,7 +239,8 @@ class Executor:
                 return
             self.poller.watch(descriptor, events, on_ready)
             need = self._need()
-        self._provide(need)
+        if need is not None:
+            need()
 
     def blocking(self) -> AbstractContextManager[None]:
         """Returns a context manager for blocking on other calls; another thread replaces this one meanwhile.
@@ -255,9 +255,9 @@ class Executor:
         if not thread.is_worker or thread.is_counted or thread.blocks:
             waiter.release()
             return
-        self._wakeups.add(waiter)
+        self._to_wake.append(waiter)
         if not self._watchers:  # a watcher releases it if this thread does not come to it
-            self._wakeups.wake_all()
+            self._wake_all()
 
     def close(self, seconds: float) -> bool:
         """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
@@ -270,7 +270,7 @@ class Executor:
             was_closed, self._closed = self._closed, True
             self._tasks.clear()
             self._urgent.clear()
-            self._stalls.close()
+            self._saturated.notify_all()
             own = 1 if self.here.is_worker else 0  # a thread cannot wait for its own end
             if not self._threads and not was_closed:
                 self.poller.close()
@@ -279,23 +279,19 @@ class Executor:
             return self._thread_ended.wait_for(lambda: self._threads <= own, seconds)
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
-        """In a forked child, which has none of the threads: drops the tasks, and has waits raise an error.
-
-        Args:
-            why_useless: makes the error.
-        """
+        """In a forked child, which has none of the threads: drops the tasks, and has waits raise an error."""
         self._lock = threading.Lock()
         self._thread_ended = threading.Condition(self._lock)
         self._closed = self.is_inherited = True
         self._tasks.clear()
         self._urgent.clear()
-        self._wakeups = _DeferredWakeups()
+        self._to_wake.clear()
         self.poller.leave_to_parent(why_useless)
 
     # With the lock.
 
-    def _need(self) -> _Need:
-        """Returns what to do when the lock is released, so that what is queued gets a thread and sockets are read.
+    def _need(self) -> Callable[[], None] | None:
+        """Returns what to call without the lock, so that what is queued gets a thread and sockets are read.
 
         A thread that is started or woken needs the lock at once.
         """
@@ -303,37 +299,62 @@ class Executor:
             self._threads += 1
             self._started += 1
             self._polling += 1
-            return _Need.THREAD
+            return self._start_thread
         if self.poller.kept and not self._watchers:
-            return _Need.WAKE_UP  # a thread that becomes a watcher
+            return self.poller.wake  # a thread that becomes a watcher
         if self._urgent or (self._tasks and self._has_runnable()):
-            return _Need.WAKE_UP
+            return self.poller.wake
         if self._tasks:
-            if not self._stalls.is_started:
-                self._stalls.is_started = True
-                return _Need.STALL_DETECTOR
-            self._stalls.notify()
-        return _Need.NOTHING
+            if not self._finds_stalls:
+                self._finds_stalls = True
+                return self._start_stall_detector
+            self._saturated.notify()
+        return None
 
     def _has_runnable(self) -> bool:
         """Returns whether a thread may run a task that is queued."""
-        is_full = self._running >= self._size + self._stalls.extra or self._threads - self._polling >= MAX_THREADS
+        is_full = self._running >= self._size + self._extra or self._threads - self._polling >= MAX_THREADS
         return bool(self._urgent) or (bool(self._tasks) and not is_full)
 
     # Without the lock, from here on.
 
-    def _provide_threads(self) -> None:
-        with self._lock:
-            need = self._need()
-        self._provide(need)
+    def _wake_all(self) -> None:
+        """Wakes the threads that are to be woken."""
+        while self._to_wake:
+            try:
+                waiter = self._to_wake.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            waiter.release()
 
-    def _provide(self, need: _Need) -> None:
-        if need is _Need.WAKE_UP:
-            self.poller.wake()
-        elif need is _Need.THREAD:
-            self._start_thread()
-        elif need is _Need.STALL_DETECTOR and not self._stalls.start():
+    def _start_stall_detector(self) -> None:
+        """Starts the thread that `_need` has noted."""
+        if not start_thread(threading.Thread(target=self._find_stalls, name=f"{self._name}-stalls", daemon=True)):
+            self._finds_stalls = False  # it may be tried again
             log.warning("cannot start the thread that finds stalled functions")
+
+    def _find_stalls(self) -> None:
+        """Allows one more thread whenever tasks wait, all threads are busy, and none of them makes progress."""
+        while True:
+            with self._lock:
+                # While there are tasks, this must not wait without a timeout, not even if threads are idle: an
+                # idle thread may be about to take a task that waits for the next one.
+                if self._closed:
+                    return
+                if not self._tasks:
+                    self._extra = 0
+                    self._saturated.wait()
+                    continue
+                taken = self._taken
+                self._saturated.wait_for(
+                    lambda: self._closed, min(MAX_STALL_TIMEOUT_S, STALL_TIMEOUT_S * (self._extra + 1))
+                )
+                if self._closed or not self._tasks or self._taken != taken or self._extra >= MAX_THREADS:
+                    continue
+                self._extra += 1
+                need = self._need()
+            if need is not None:
+                need()
 
     def _start_thread(self) -> None:
         """Starts a thread that `_need` has counted."""
@@ -386,7 +407,7 @@ class Executor:
                     task = self._urgent.popleft()
                 elif (
                     self._tasks
-                    and self._running < self._size + self._stalls.extra
+                    and self._running < self._size + self._extra
                     and self._threads - self._polling < MAX_THREADS
                 ):  # as `_has_runnable` says
                     self._running += 1
@@ -404,21 +425,21 @@ class Executor:
                     self._tasks or self._urgent or not self._polling or (poller.kept and not self._watchers)
                 )
                 must_look = is_missing and self._must_look_for_threads(leaves=leaves)
-                need = self._need() if must_look else _Need.NOTHING
-            if need is not _Need.NOTHING:
-                self._provide(need)
-            if self._wakeups.waiters and (task is None or self.here.is_counted):
-                self._wakeups.wake_all()
+                need = self._need() if must_look else None
+            if need is not None:
+                need()
+            if self._to_wake and (task is None or self.here.is_counted):
+                self._wake_all()
             if task is not None:
                 return task
             if poller.kept and self._polling > 1 and poller.spin(self._has_work):
                 has_ticked = False
                 continue
             seconds = None if self.here.stays else IDLE_TIMEOUT_S
-            has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(seconds))
+            has_ticked = not (self._watch() if watches else self._poll(seconds))
             is_idle = has_ticked and not watches
             if has_ticked and watches:
-                self._wakeups.wake_all()
+                self._wake_all()
                 poller.take_over(WATCH_INTERVAL_S)
         poller.release()
         return None
@@ -429,13 +450,11 @@ class Executor:
 
     def _has_undone(self) -> bool:
         """Returns whether something is queued that the other threads may have left undone."""
-        return bool(self._wakeups.waiters or self._tasks or self._urgent)
+        return bool(self._to_wake or self._tasks or self._urgent)
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        if self.poller.kept or self._wakeups.waiters:
-            return True
-        return time.monotonic() < self._watching.until
+        return bool(self.poller.kept or self._to_wake) or time.monotonic() < self._watch_until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
@@ -463,6 +482,22 @@ class Executor:
                 self.poller.close()
         return True
 
+    def _watch(self) -> bool:
+        """Waits, and looks after the other threads now and then.
+
+        Returns:
+            Whether something has happened; False if there is something to do for a thread that watches, or nothing
+            to watch any more.
+        """
+        while not self._poll(self._watch_interval):
+            if self._has_undone() or self.poller.is_kept_for(WATCH_INTERVAL_S):
+                self._watch_interval = WATCH_INTERVAL_S
+                return False
+            if not self.poller.kept and time.monotonic() >= self._watch_until:
+                return False
+            self._watch_interval = min(2 * self._watch_interval, MAX_WATCH_INTERVAL_S)
+        return True
+
     def _poll(self, seconds: float | None) -> bool:
         """Waits for a socket or a wake-up, and reads the socket; returns whether there was one.
 
@@ -477,10 +512,26 @@ class Executor:
             return False
         if descriptor >= 0:
             if poller.is_busy:
-                self._watching.extend()
+                self._watch_until = poller.last_ready + WATCH_FOR_S
             # Not for a single answer: the thread that waits for it is to have the interpreter for itself.
             if self._watchers and (self._tasks or len(self._urgent) > 1):
                 poller.keep(descriptor)
             else:
                 poller.watch_again(descriptor)
         return True
+
+
+def has_children_of_thread() -> bool:
+    """Returns whether the calling thread has a child that it, or another thread, has not waited for.
+
+    Linux counts a child to the thread that has started it, whatever has done that: `os.fork`, `subprocess`,
+    multiprocessing or a library in C. If that thread ends, the child gets the signal that it has chosen by
+    PR_SET_PDEATHSIG. True if the system cannot tell.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WNOTHREAD | WALL)
+    except ChildProcessError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -19,8 +19,7 @@ from functools import partial
 from typing import Protocol, final
 
 from ...errors import RpcError
-from .spinner import Spinner
-from .waiter import SocketWaiter
+from .waiter import SocketWaiter, Spinner
 
 __all__ = ["READABLE", "WRITABLE", "Expected", "OnReady", "Poller", "SharedDescriptor"]
 

@@ -62,7 +62,7 @@ class Caller(WorkerWatcher):
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
         self.kept: dict[int, object] = {}
-        """The `keep` of each request, also if that has failed here, until it is answered or never will be; by id."""
+        """The `keep` of each request by its id, until it is answered or never will be: also if it has failed."""
         self.finalizer_calls = FinalizerCalls(parts.executor, parts.call_soon)
         self._parts = parts
         self._codec = codec

@@ -23,7 +23,7 @@ from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker_end import WorkerEnd
-from gradwire.rpc.execution import stalls
+from gradwire.rpc.execution import executor
 from gradwire.rpc.peers.backlog import Backlog, Backlogs
 from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
 from gradwire.rpc.transports import outbox
@@ -232,7 +232,7 @@ def test_rejected_messages_count_as_received():
 
 def test_a_flood_of_malformed_messages_pauses_reading(agents, monkeypatch):
     for name in ("STALL_TIMEOUT_S", "MAX_STALL_TIMEOUT_S"):
-        monkeypatch.setattr(stalls, name, 3600.0)  # else another thread handles them, if this one is slow
+        monkeypatch.setattr(executor, name, 3600.0)  # else another thread handles them, if this one is slow
     a, b = agents(2, flow_control=rpc.FlowControlOptions(max_received=4), num_worker_threads=1)
     hold = threading.Event()
     a._executor.submit(hold.wait, 20)

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.rpc.execution import spinner as spinner_module
+from gradwire.rpc.execution import waiter as waiter_module
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.execution.spinner import MAX_LOOK_S, MAX_SKIPPED, Spinner
-from gradwire.rpc.execution.waiter import SocketWaiter
+from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
 
 from tests.remote_functions import identity
 
@@ -36,7 +35,7 @@ class Descriptor:
 def clock(monkeypatch):
     """Has each look of a spinner take 10 µs."""
     times = itertools.count()
-    monkeypatch.setattr(spinner_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
+    monkeypatch.setattr(waiter_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
 
 
 def test_a_descriptor_that_becomes_ready_is_found():

@@ -13,7 +13,7 @@ from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution import deadlines as deadlines_module
-from gradwire.rpc.execution import stalls
+from gradwire.rpc.execution import executor
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
@@ -94,7 +94,7 @@ def test_nothing_is_kept_of_many_different_timeouts():
 
 def never_add_threads() -> None:
     """Has calls wait for a thread of this worker, however long that takes."""
-    stalls.STALL_TIMEOUT_S = stalls.MAX_STALL_TIMEOUT_S = 3600.0
+    executor.STALL_TIMEOUT_S = executor.MAX_STALL_TIMEOUT_S = 3600.0
 
 
 def start_waiting() -> None:

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 from gradwire.rpc.execution import executor as executor_module
-from gradwire.rpc.execution import stalls, watching
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
 
@@ -110,7 +109,9 @@ def test_surplus_threads_end(executor):
 def test_the_last_watcher_does_not_end(monkeypatch):
     """A function waits for the next message of a socket that its thread keeps, and the one watcher is surplus."""
     monkeypatch.setattr(executor_module, "MAX_WATCHERS", 1)
-    monkeypatch.setattr(watching, "WATCH_FOR_S", 60.0)  # so that the thread that finds the socket busy watches
+    monkeypatch.setattr(
+        executor_module, "WATCH_FOR_S", 60.0
+    )  # so that the thread that finds the socket busy watches
     executor = Executor(2, "test-watcher")
     blocked = [start_blocked_tasks(executor, 1, declared=True) for _ in range(3)]
     for _, started in blocked:
@@ -278,8 +279,7 @@ def test_what_the_last_call_of_a_task_submits_needs_no_other_thread(executor, mo
 def test_threads_are_bounded(monkeypatch, declared):
     """Beyond the bound tasks wait, while urgent ones, such as answers, still run."""
     monkeypatch.setattr(executor_module, "MAX_THREADS", 6)
-    monkeypatch.setattr(stalls, "MAX_THREADS", 6)
-    monkeypatch.setattr(stalls, "STALL_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(executor_module, "STALL_TIMEOUT_S", 0.001)
     executor = Executor(2, "test-bound")
     hold = threading.Event()
     begun, ended = threading.Semaphore(0), threading.Semaphore(0)
@@ -298,7 +298,7 @@ def test_threads_are_bounded(monkeypatch, declared):
     for _ in range(6):
         assert begun.acquire(timeout=20)
     if not declared:
-        wait_until(lambda: executor._stalls.extra == 6)  # it would have allowed two more
+        wait_until(lambda: executor._extra == 6)  # it would have allowed two more
     urgent = threading.Event()
     executor.submit_urgent(urgent.set)
     assert urgent.wait(20)
