@@ -470,7 +470,7 @@ class Executor:
         is_surplus = is_idle or self._polling > max(self._size, MIN_THREADS)
         # The last watcher goes on: threads that run functions count on it, and those that sleep do not look.
         is_needed = not self._watchers and self._must_watch()
-        if not self._closed and (self.here.stays or not is_surplus or is_needed or has_children_of_thread()):
+        if not self._closed and (self.here.stays or not is_surplus or is_needed or _has_children_of_thread()):
             return False
         self._threads -= 1
         self._polling -= 1
@@ -521,7 +521,7 @@ class Executor:
         return True
 
 
-def has_children_of_thread() -> bool:
+def _has_children_of_thread() -> bool:
     """Returns whether the calling thread has a child that it, or another thread, has not waited for.
 
     Linux counts a child to the thread that has started it, whatever has done that: `os.fork`, `subprocess`,
