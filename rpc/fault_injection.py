@@ -26,8 +26,7 @@ from typing import Any, final
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
-from .agent.factories import AgentFactories
-from .agent.grpc_agent import GrpcAgent
+from .agent.grpc_agent import AgentFactories, GrpcAgent
 from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
 from .channels.broadcast import broadcasts

@@ -11,8 +11,7 @@ import hypothesis
 import pytest
 from gradwire.c10d import HashStore, PrefixStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
-from gradwire.rpc.agent.factories import AgentFactories
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import RpcBackendOptions

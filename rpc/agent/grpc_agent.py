@@ -10,6 +10,7 @@ call that it answers. A thread that waits for an answer may read it itself.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -21,7 +22,7 @@ from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
-from ..contracts.control import CANCELLED
+from ..contracts.control import CANCELLED, ControlValues
 from ..contracts.extension import ExtensionFactory
 from ..contracts.member import Member
 from ..contracts.messages import Incoming, MessageType, Outgoing, Request
@@ -30,14 +31,19 @@ from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..contracts.worker_events import WorkerEvents
+from ..execution.deadlines import Deadlines, DeadlinesFactory
+from ..execution.executor import Executor
 from ..execution.futures import Future
+from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.addresses import ListenAddress, connectable
 from ..membership.failure_log import FailureLog
 from ..membership.roster_log import RosterLog
 from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
 from ..peers.changes import Changes
+from ..peers.control import ControlStreams
 from ..peers.flow_control import FlowControl
 from ..peers.peer import Peer
+from ..peers.peers import Peers
 from ..peers.received_requests import ReceivedRequests
 from ..peers.traffic import sum_up
 from ..requests.call import CallParts
@@ -51,11 +57,11 @@ from ..requests.server import Server
 from ..requests.values import Values
 from ..wire.pickling import Packer
 from .dispatcher import Dispatcher
-from .factories import AgentFactories
+from .network import Network
 from .quiescence import Quiescence
 from .shutdown import Shutdown
 
-__all__ = ["GrpcAgent"]
+__all__ = ["AgentFactories", "GrpcAgent"]
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a closing agent waits for threads that still run users' functions."""
@@ -67,8 +73,33 @@ E = TypeVar("E")
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFactories:
+    """Makes the parts of one GrpcAgent that can be exchanged.
+
+    Fault injection wraps the network. Tests of the protocols simulate network, threads and time, so that every
+    schedule can be tried and repeated.
+
+    network: carries envelopes; takes the worker, its options, the group's name, the log of its members, and
+        the executor.
+    executor: runs incoming calls; see Executor.
+    deadlines: keeps timeouts; see Deadlines.
+    scheduler: runs tasks on the control thread, given its name and a task to run first; see Scheduler.
+    control: sends control messages; see ControlStreams.
+    """
+
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog, Executor], Network] = Network
+    executor: Callable[[int, str, Task, float], Executor] = Executor
+    deadlines: DeadlinesFactory = Deadlines
+    scheduler: Callable[[str, Task], Scheduler] = SerialThread
+    control: Callable[[Peers, ControlValues, Scheduler], ControlStreams] = ControlStreams
+
+
+@final
 class GrpcAgent(RpcAgent):
     """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
+
+    worker_events: WorkerEvents
 
     def __init__(
         self,
@@ -78,7 +109,7 @@ class GrpcAgent(RpcAgent):
         roster: RosterLog,
         *,
         extensions: Sequence[ExtensionFactory] = (),
-        factories: AgentFactories = AgentFactories(),  # noqa: B008 - a frozen value
+        factories: AgentFactories = AgentFactories(),
     ) -> None:
         """Makes an agent that does not listen yet.
 
@@ -88,7 +119,7 @@ class GrpcAgent(RpcAgent):
             group: the name of the group, unique among all groups.
             roster: the log of joins and leaves.
             extensions: make the extensions of the agent, in this order, when the members are known.
-            factories: make the parts that can be exchanged.
+            factories: for fault injection and tests.
         """
         self.info = info
         self.options = options
@@ -367,8 +398,8 @@ class GrpcAgent(RpcAgent):
             },
             "refused_messages": dict(self._values.refused),
             "audit": self._network.audit.counts(),
-            "transports": self._network.transport_names(),
-            "channels": self._network.channel_names(),
+            "transports": {each.info.name: each.transport.name for each in self.peers.current()},
+            "channels": {each.info.name: each.large_channel for each in self.peers.current()},
             "cuda": self._network.channels.device_figures(),
             "flow_control": {each.info.name: self._flow_figures(each) for each in self.peers.current()},
             "broadcast_groups": self._network.channels.groups,

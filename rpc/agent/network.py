@@ -124,18 +124,23 @@ class Network:
     def listen(
         self, where: ListenAddress, messages: MessageListener, make_changes: Callable[[WorkerInfo], Changes]
     ) -> str:
-        """Starts serving.
+        """Starts serving; returns the address at which other workers dial: see `Member.address`.
 
         Args:
-            where: the address.
+            where: the address to listen at.
             messages: handles what arrives.
-            make_changes: makes what tells of the changes of a peer's state.
-
-        Returns:
-            The address at which other workers dial: see `Member.address`.
+            make_changes: see PeerParts.
         """
-        links = Links(self._events.loop, self._options.liveness, where, self._evictions)
-        self._parts = PeerParts(links, self._streams, self._wrap_transport, self.channels, messages, make_changes)
+        loop, wrap = self._events.loop, self._seams.wrap
+        links = Links(loop, self._options.liveness, where, self._evictions)
+        self._parts = PeerParts(
+            links,
+            self._streams,
+            lambda transport, peer: wrap(transport, peer, loop),
+            self.channels,
+            messages,
+            make_changes,
+        )
         self._endpoint.reach = where.reach
         self._vouching.where = where
         self._sockets.set_address(where.bind, where.advertised, where.ports)
@@ -172,20 +177,9 @@ class Network:
         """Adds a worker. It is let in from now on, unless nobody is yet: see `admit`."""
         self.peers.add(Peer(member, self._parts, is_me=member.info.wire_id == self.me.wire_id))
 
-    def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:
-        return self._seams.wrap(transport, peer, self._events.loop)
-
     def let_in(self) -> None:
         """Accepts connections of all members. Called on the event loop."""
         self._handshake.open(self._roster.version)
-
-    def transport_names(self) -> dict[str, str]:
-        """Returns the name of the transport to each member, by the member's name."""
-        return {peer.info.name: peer.transport.name for peer in self.peers.current()}
-
-    def channel_names(self) -> dict[str, str]:
-        """Returns the name of the channel for large payloads to each member, by the member's name."""
-        return {peer.info.name: peer.large_channel for peer in self.peers.current()}
 
     @property
     def is_loop_here(self) -> bool:
@@ -202,11 +196,7 @@ class Network:
             self._roster.try_to_leave(self.me.wire_id)
 
     def disconnect(self, end: WorkerEnd) -> None:
-        """Sends what is queued, says goodbye to all peers and stops serving.
-
-        Args:
-            end: how this worker ends, for the goodbye.
-        """
+        """Sends what is queued, says to all peers how this worker ends, and stops serving."""
         self._follower.close()
         self.channels.stop()
         self._events.run(self._disconnect(end))

@@ -7,12 +7,11 @@ docs/profiling.md describes what users see.
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, final
 
 import torch
@@ -87,7 +86,7 @@ def profiled_call(
     if session is None or (session.is_kineto and not agent.extension(Profiling).profiles_kineto):
         return _NO_SCOPE
     key = build_rpc_profiling_key(mode, _name(function), agent.info.name, worker.name)
-    return _SendScope(session.start_call(key, agent.info.id))
+    return _sending(session.start_call(key, agent.info.id))
 
 
 def run_profiled(message: Incoming, function: Callable[..., Any], *args: Any) -> Any:
@@ -106,38 +105,35 @@ class Profiling(Extension):
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._calls: dict[int, ProfiledCall] = {}
-        self._collectors: tuple[weakref.ref[Collector], ...] = ()
+        self._collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
         """Those that are registered; the program keeps them, or a worker that may die without an end."""
         self._lock = threading.Lock()
-        """Held while they are replaced."""
+        """Guards them."""
         torch_hooks.acquire()
         set_profiler_node_id(agent.info.id)
 
     def collect(self, collector: Collector) -> None:
         """Profiles the calls that arrive from now on for a collector, as long as something else keeps it."""
         with self._lock:
-            self._collectors = (*self._collectors, weakref.ref(collector))
+            self._collectors.add(collector)
         self._look_if_needed()
 
     def stop_collecting(self, collector: Collector) -> None:
         """Stops profiling for a collector."""
-        self._remove(collector)
+        with self._lock:
+            self._collectors.discard(collector)
         self._look_if_needed()
 
     def collects(self, collector: Collector) -> bool:
         """Returns whether the collector is registered."""
-        return any(each() is collector for each in self._collectors)
-
-    def _remove(self, collector: Collector | None) -> None:
-        """Removes a collector, if it is registered, and those that nothing keeps any more."""
         with self._lock:
-            self._collectors = tuple(each for each in self._collectors if each() not in (collector, None))
+            return collector in self._collectors
 
     def _living_collectors(self) -> tuple[Collector, ...]:
         """Returns the collectors that something keeps. Looks at requests no longer when there are none."""
-        living = tuple(found for each in self._collectors if (found := each()) is not None)
-        if len(living) < len(self._collectors):
-            self._remove(None)
+        with self._lock:
+            living = tuple(self._collectors)
+        if not living:
             self._look_if_needed()
         return living
 
@@ -177,9 +173,9 @@ class Profiling(Extension):
         if message.envelope.type == RESULT:
             if has_header:
                 self._take_events(message)
-        elif has_header or self._collectors:
+        elif has_header or self.observes_requests:
             header = message.envelope.profile if has_header else None
-            collectors = self._living_collectors() if self._collectors else ()
+            collectors = self._living_collectors() if self.observes_requests else ()
             if has_header or collectors:
                 message.state[Profiling] = _ProfiledRequest(self, header, collectors)
 
@@ -190,7 +186,7 @@ class Profiling(Extension):
 
     def close(self) -> None:
         """Stops collecting, and releases the hooks in torch. The agent ends the calls in flight."""
-        self._collectors = ()
+        self._collectors.clear()
         torch_hooks.release()
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:  # noqa: ARG002
@@ -207,22 +203,16 @@ class Profiling(Extension):
             call.callee_events = events
 
 
-@final
-class _SendScope:
-    """Context manager for sending a profiled call, which hands the call to `Profiling.on_send` on this thread."""
-
-    def __init__(self, call: ProfiledCall) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        _call_to_send.set(self._call)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+@contextmanager
+def _sending(call: ProfiledCall) -> Iterator[None]:
+    """Context manager for sending a profiled call, which `Profiling.on_send` takes on this thread."""
+    _call_to_send.set(call)
+    try:
+        yield
+    finally:
         if _call_to_send.get() is not None:  # nothing was sent
             _call_to_send.set(None)
-            self._call.finish()
+            call.finish()
 
 
 @final

@@ -21,8 +21,7 @@ from gradwire.c10d import HashStore
 from gradwire.errors import NotInitializedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.factories import AgentFactories
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder

@@ -24,8 +24,7 @@ from gradwire.errors import LossCause, SendFailedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.net.security.audit import Audit
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.factories import AgentFactories
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.member import Member

@@ -22,8 +22,7 @@ import torch
 from gradwire import rpc
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc import grpc_backend
-from gradwire.rpc.agent.factories import AgentFactories
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.agent.network import Network, NetworkSeams
 from gradwire.rpc.channels.cuda.runtime import DeviceError
 from gradwire.rpc.contracts.member import Member

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.errors import SendFailedError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.factories import AgentFactories
+from gradwire.rpc.agent.grpc_agent import AgentFactories
 from gradwire.rpc.agent.network import Network, NetworkSeams
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports.base import Transport, TransportClosedError
