@@ -31,16 +31,7 @@ class Dispatcher:
         extensions: Extensions,
         executor: Executor,
     ) -> None:
-        """Makes the dispatcher of one agent.
-
-        Args:
-            caller: completes the calls of this worker.
-            server: runs requests.
-            control: takes the control messages that envelopes bring.
-            received: counts the requests that wait for a thread.
-            extensions: are told of messages that cannot be decoded.
-            executor: runs what may block.
-        """
+        """Makes the dispatcher of one agent."""
         self._caller = caller
         self._server = server
         self._control = control

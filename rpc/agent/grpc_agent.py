@@ -188,12 +188,10 @@ class GrpcAgent(RpcAgent):
         return self._network.listen(where, self._dispatcher, make_changes)
 
     def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
-        """Makes the extensions, and lets the members of the group in.
+        """Makes the extensions, and lets all members of the group in.
 
-        Args:
-            members: all members of the group.
-            store: a part of one that all members have, for process groups that carry large payloads and frequent
-                values. The agent closes it.
+        The store is a part of one that all members have, for process groups that carry large payloads and frequent
+        values. The agent closes it.
         """
         self._group_store = store
         self._network.open(members, self._control)

@@ -75,16 +75,7 @@ class Network:
         executor: Executor,
         seams: NetworkSeams = NetworkSeams(),
     ) -> None:
-        """Makes a network that does not listen yet.
-
-        Args:
-            me: this worker.
-            options: the agent's.
-            group: the name of the group, unique among all groups.
-            roster: the log of joins and leaves.
-            executor: its threads read the sockets.
-            seams: for fault injection and tests.
-        """
+        """Makes a network that does not listen yet. See GrpcAgent, and its AgentFactories."""
         self.me = me
         self._roster = roster
         self._options = options

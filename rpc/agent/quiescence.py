@@ -28,15 +28,7 @@ class Quiescence:
         all_gathers: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Makes the wait of one agent.
-
-        Args:
-            agent: the agent.
-            calls: counts its calls in flight.
-            server: gives up the answers for which nobody waits.
-            all_gathers: collects the counts of all workers.
-            unanswered: returns the number of calls without an answer, by the name of the worker called.
-        """
+        """Makes the wait of one agent. Args: unanswered: see `Caller.count_unanswered`."""
         self._agent = agent
         self._calls = calls
         self._server = server
@@ -54,14 +46,11 @@ class Quiescence:
         same calls mean that nothing happened in between. (Mattern's four-counter method, with names for numbers.)
 
         Args:
-            timeout: seconds, 0 for none.
+            timeout: seconds, 0 for none, after which this raises RpcTimeoutError.
             failed: the ids of the workers that are known here to have failed, and why; it may grow meanwhile.
 
         Returns:
             The same for the workers that are known anywhere to have failed.
-
-        Raises:
-            RpcTimeoutError: it took more than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout if timeout else None
         before = None

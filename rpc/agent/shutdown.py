@@ -67,8 +67,8 @@ class Shutdown:
             close: ends the agent, given how the worker ends, and whether all of its calls have ended.
             describe: returns what a graceful shutdown waits for.
             is_collecting_here: returns whether the calling thread runs a finalizer in a garbage collection.
-            network: of the agent; its event loop does what this thread must not.
-            executor: of the agent, whose threads take the place of those that cannot be started any more.
+            network: its event loop does what this thread must not.
+            executor: its threads take the place of those that cannot be started any more.
         """
         self._name = name
         self._close_agent = close
@@ -100,12 +100,8 @@ class Shutdown:
         """Ends the agent when a function has returned, which a thread runs unless it runs another one already.
 
         Args:
-            join: waits until the agent can end.
-            timeout: seconds after which the agent ends all the same; 0 for never.
-
-        Raises:
-            RpcTimeoutError: the function took longer.
-            Exception: what the function has raised.
+            join: waits until the agent can end. What it raises is raised here.
+            timeout: seconds after which the agent ends all the same, with RpcTimeoutError; 0 for never.
         """
         if self._ends:
             self.end(SHUT_DOWN)
@@ -127,7 +123,7 @@ class Shutdown:
             raise graceful.error
 
     def end(self, end: WorkerEnd) -> None:
-        """Ends the agent now. Waits until it has ended, unless this thread cannot.
+        """Ends the agent now, if nothing ends it already. Waits until it has ended, unless this thread cannot.
 
         Args:
             end: how the worker ends, if nobody has said so before.

@@ -60,10 +60,7 @@ def log_failure(message: Incoming, error: BaseException) -> None:
 
 
 def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a function for another worker.
-
-    Returns:
-        Its result; a Deferred if the function answers later.
+    """Runs a function for another worker; returns its result, or a Deferred if it answers later.
 
     Raises:
         RpcError: the function is marked with `async_execution` and returned no future.

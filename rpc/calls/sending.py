@@ -152,18 +152,9 @@ def send_call(
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
-    Args:
-        to: see `rpc_async`.
-        func: see `rpc_async`.
-        args: see `rpc_async`.
-        kwargs: see `rpc_async`.
-        timeout: see `rpc_async`.
-        mode: the kind of call, for profiles.
-        keep: an object that is kept alive until the call is answered.
-        name: the function's name for people, if not its own.
-        idempotent: see `rpc_async`.
-        owner: the incarnation of a worker that is called instead of the latest one.
-        header: fills in headers of the envelope.
+    Profiles show its `mode`, and errors its `name` if that is not the function's own. It keeps an object alive
+    until it is answered (`keep`), may fill in headers of its envelope (`header`), and may go to another incarnation
+    of a worker than the latest one (`owner`).
     """
     agent = current_agent()
     worker = agent.worker(to) if owner is None else owner

@@ -47,7 +47,7 @@ class Deadlines(Generic[K]):
         Args:
             expire: called with an id when its time is up. Must not block.
             is_live: returns whether the request with this id is pending.
-            count_live: returns how many requests are pending.
+            count_live: returns how many are.
             name: of the thread.
         """
         self._expire = expire

@@ -198,10 +198,7 @@ class Executor:
     def submit(self, task: Callable[..., None], *args: Any, urgent: bool = False) -> None:
         """Queues a task; drops it after `close`.
 
-        Args:
-            task: the task.
-            args: its arguments.
-            urgent: whether it goes before all others, even if `size` threads are busy. It should be short.
+        An urgent one goes before all others, even if `size` threads are busy. It should be short.
         """
         with self._lock:
             if self._closed:
@@ -227,12 +224,9 @@ class Executor:
             thread.is_ending = False
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
-        """Has a thread call `on_ready` when a file descriptor is ready, one thread at a time.
+        """Has a thread call `on_ready` when a file descriptor is READABLE or WRITABLE, one thread at a time.
 
-        Args:
-            descriptor: to watch until `poller.unwatch`, after which whoever owns it closes it.
-            events: READABLE or WRITABLE.
-            on_ready: see OnReady.
+        That lasts until `poller.unwatch`, after which whoever owns the descriptor closes it.
         """
         with self._lock:
             if self._closed:
@@ -260,11 +254,9 @@ class Executor:
             self._wake_all()
 
     def close(self, seconds: float) -> bool:
-        """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
+        """Drops the queued tasks and lets the threads end. Waits at most `seconds`; returns whether all are gone.
 
-        Returns:
-            Whether all threads have ended. A thread that runs user code cannot be ended from outside; as a
-            daemon, it does not keep the process from exiting.
+        A thread that runs user code cannot be ended from outside; as a daemon, it does not keep the process alive.
         """
         with self._lock:
             was_closed, self._closed = self._closed, True
@@ -384,8 +376,7 @@ class Executor:
     def _next(self, *, has_run: bool) -> _Task | None:
         """Waits for the next task, and reads sockets meanwhile; returns None if this thread is to end.
 
-        Args:
-            has_run: whether the thread has run a task; else it has been started, and counts as polling already.
+        A thread that has run no task has just been started, and counts as polling already.
         """
         poller = self.poller
         is_idle = watches = has_ticked = False
@@ -483,11 +474,9 @@ class Executor:
         return True
 
     def _watch(self) -> bool:
-        """Waits, and looks after the other threads now and then.
+        """Waits, and looks after the other threads now and then; returns whether something has happened.
 
-        Returns:
-            Whether something has happened; False if there is something to do for a thread that watches, or nothing
-            to watch any more.
+        If not, there is something to do for a thread that watches, or nothing to watch any more.
         """
         while not self._poll(self._watch_interval):
             if self._has_undone() or self.poller.is_kept_for(WATCH_INTERVAL_S):
@@ -499,11 +488,7 @@ class Executor:
         return True
 
     def _poll(self, seconds: float | None) -> bool:
-        """Waits for a socket or a wake-up, and reads the socket; returns whether there was one.
-
-        Args:
-            seconds: how long to wait, None for ever.
-        """
+        """Waits for a socket or a wake-up, and reads the socket; returns whether there was one in time."""
         poller = self.poller
         if poller.here.descriptor >= 0:
             poller.release()

@@ -118,11 +118,10 @@ class Future(torch.futures.Future[T]):
         return self.wait_for_answer(reads=False)
 
     def wait_for_answer(self, *, reads: bool = True) -> T:
-        """Waits as `wait` does.
+        """Waits as `wait` does. If it `reads`, this thread may read the answer itself.
 
-        Args:
-            reads: whether this thread may read the answer itself. Not if another thread has the future, or there
-                are callbacks, which torch runs where a future is completed: they would hold it up.
+        It may not if another thread has the future, or if there are callbacks, which torch runs where a future is
+        completed: they would hold it up.
         """
         try:
             if not self.done():
@@ -193,12 +192,10 @@ class Future(torch.futures.Future[T]):
         super().add_done_callback(_in_this_context(callback))
 
     def call_when_done(self, callback: "Callable[[Future[T]], None]") -> None:
-        """Calls a function of gradwire when the future is done; one function at most.
+        """Calls a function of gradwire, which does not block, when the future is done; one function at most.
 
-        Not by way of torch, which takes twice as long.
-
-        Args:
-            callback: does not block. It may be called twice, if the future becomes done meanwhile.
+        Not by way of torch, which takes twice as long. It may be called twice, if the future becomes done
+        meanwhile.
         """
         self._callback = callback
         if self.done():
@@ -225,15 +222,7 @@ class Future(torch.futures.Future[T]):
         super().set_exception(without_frames(result))  # type: ignore[arg-type] # calls `set_result`
 
     def complete_here(self, complete: Callable[..., None], *args: Any) -> bool:
-        """Has the calling thread complete this future when it has read on, if it is the one that waits for it.
-
-        Args:
-            complete: completes the future.
-            args: its arguments.
-
-        Returns:
-            False if another thread waits, or none.
-        """
+        """Has the calling thread complete this future when it has read on. Returns False if another waits."""
         if self._read_answer is None or self._executor.poller.here.expected is not self:
             return False
         self._complete = partial(complete, *args)

@@ -16,17 +16,10 @@ MAX_SLICE_S = 1.0
 
 @interruptible
 def acquire(lock: threading.Lock, seconds: float | None = None) -> bool:
-    """Acquires a lock as `lock.acquire` does, but runs the handlers of all signals.
+    """Acquires a lock as `lock.acquire` does, but runs the handlers of all signals; returns whether it has.
 
     A signal that arrives while the main thread is about to block, and hands over the interpreter, does not wake
     it: Python would run its handler when the wait is over. So the wait is cut into slices.
-
-    Args:
-        lock: to acquire.
-        seconds: how long to wait at most; None for no limit.
-
-    Returns:
-        Whether it was acquired.
     """
     ctrl_c.check()
     if seconds is None and lock.acquire(timeout=FIRST_SLICE_S):
@@ -68,14 +61,7 @@ class Latch:
                 self._waiters.pop().release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it is set.
-
-        Args:
-            seconds: how long at most; None for no limit.
-
-        Returns:
-            Whether it is set.
-        """
+        """Waits until it is set, for so many seconds at most; returns whether it is set."""
         woken = threading.Lock()
         woken.acquire()
         self._waiters.append(woken)

@@ -157,12 +157,9 @@ class Poller:
     def wait(self, seconds: float | None) -> int | None:
         """Waits for a descriptor or a wake-up, and calls the handler of the descriptor.
 
-        Args:
-            seconds: how long to wait, None for ever.
-
         Returns:
             The descriptor if it should be waited for again, which is the caller's task (`keep` or `watch_again`);
-            -1 if there is nothing more to do; None if nothing happened in this time.
+            -1 if there is nothing more to do; None if nothing happened in this time, which is None for ever.
         """
         if not (events := self._epoll.poll(seconds, 1)):
             return None
@@ -206,11 +203,6 @@ class Poller:
         """Has the calling thread read a descriptor until what it expects is there, unless another thread reads.
 
         The handler of a signal that waits for a worker itself gives the descriptor back before it does.
-
-        Args:
-            source: the descriptor, watched for reading.
-            waiter: that of the thread.
-            expected: what it waits for.
         """
         descriptor = source.descriptor
         if not source.reading.acquire(blocking=False):
@@ -293,11 +285,7 @@ class Poller:
     def spin(self, stop: Callable[[], object]) -> bool:
         """Looks again and again at the descriptor that the calling thread keeps, and handles it if it is ready.
 
-        Args:
-            stop: returns whether to look no longer.
-
-        Returns:
-            Whether it was ready. The thread keeps it.
+        Returns whether it was; it was not if `stop` says so first. The thread keeps it.
         """
         thread = self.here
         descriptor = thread.descriptor

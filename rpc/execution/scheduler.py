@@ -30,9 +30,7 @@ class Scheduler(Protocol):
     def submit(self, task: Task, *, urgent: bool = True) -> None:
         """Queues a task. May be called from any thread; takes no lock, so finalizers may call it.
 
-        Args:
-            task: what to run.
-            urgent: False if it may wait up to LINGER_S for others.
+        One that is not urgent may wait up to LINGER_S for others.
         """
 
     def call_later(self, seconds: float, task: Task) -> None:
@@ -58,12 +56,7 @@ class SerialThread:
     """A scheduler on a thread of its own."""
 
     def __init__(self, name: str, initializer: Task) -> None:
-        """Starts the thread.
-
-        Args:
-            name: of the thread.
-            initializer: runs first on the thread.
-        """
+        """Starts the thread, which runs `initializer` first."""
         self._tasks: deque[Task] = deque()
         self._wake_ups: queue.SimpleQueue[_WakeUp] = queue.SimpleQueue()
         """Has at most one of RUN and one of LINGER."""

@@ -51,8 +51,7 @@ def run_script_function(function: Any, args: Sequence[Any], kwargs: Mapping[str,
     timeout of calls, whatever timeout the function passes to `to_here`.
 
     Raises:
-        RpcError: the function does something else with a reference than ask for its value, its owner's name,
-            or whether it is the owner's, or confirmed.
+        RpcError: see `check_references`.
         TypeError: the arguments do not fit the function.
         Exception: what the function raises, or what fetching a value raises.
     """
@@ -103,10 +102,7 @@ def _copy_for_values(function: Any) -> _ValueFunction | None:
 def _replace_by_value(graph: Any, argument: Any) -> list[Callable[[Any], Any]]:
     """Turns a reference among a graph's inputs into its value.
 
-    Adds an input for each use of another property of the reference.
-
-    Returns:
-        For each added input, the function that returns its value.
+    Adds an input for each use of another property of the reference; returns what gets the value of each.
     """
     properties = []
     for node in [use.user for use in argument.uses()]:

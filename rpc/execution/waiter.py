@@ -52,8 +52,7 @@ class Spinner:
             poll: returns what is ready; its argument is 0.
             stop: returns whether to look no longer.
 
-        Returns:
-            What is ready; nothing if nothing became ready in time, or if something else has to run.
+        Returns what is ready: nothing if nothing became ready in time, or if something else has to run.
         """
         if self._to_skip or not self._seconds:
             if self._to_skip:

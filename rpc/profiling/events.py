@@ -33,12 +33,7 @@ MAX_TIME_NS = 1 << 62
 
 
 def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.ProfileEvent]:
-    """Returns what torch's legacy profiler has recorded on this worker, as messages.
-
-    Args:
-        records: those of each thread, as torch's profiler returns them.
-        node: the id of this worker.
-    """
+    """Returns what torch's legacy profiler has recorded on this worker (`node`) by thread, as messages."""
     start = next(record for record in records[0] if record.name() == "__start_profile") if records else None
     if start is None:
         return []
@@ -69,11 +64,7 @@ def events_to_tensor(events: Iterable[agent_pb2.ProfileEvent]) -> torch.Tensor:
 
 
 def events_from_tensor(tensor: torch.Tensor) -> list[agent_pb2.ProfileEvent]:
-    """Returns the events that `events_to_tensor` has encoded.
-
-    Raises:
-        ValueError: the tensor does not contain events.
-    """
+    """Returns the events that `events_to_tensor` has encoded. Raises ValueError if there are none."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise ValueError(f"malformed profile: a tensor of {tensor.dtype} with {tensor.dim()} dimensions")
     try:
@@ -86,15 +77,10 @@ def events_from_tensor(tensor: torch.Tensor) -> list[agent_pb2.ProfileEvent]:
 
 
 def relabel(events: list[agent_pb2.ProfileEvent], key: str, start_ns: int, end_ns: int) -> None:
-    """Turns a callee's events into remote events of a call, in place.
+    """Turns a callee's events into remote events of a call, in place; `key` is the name of the call's event.
 
-    If the events are not within the time of the call, the clocks differ; they are moved to the middle of the call.
-
-    Args:
-        events: what the callee has recorded.
-        key: the name of the call's event, which becomes the prefix of theirs.
-        start_ns: when the call began, in nanoseconds of this worker's Unix time.
-        end_ns: when it ended.
+    If they are not within the time of the call, which is this worker's Unix time in nanoseconds, the clocks
+    differ; they are moved to the middle of the call.
     """
     if not events:
         return
@@ -109,10 +95,7 @@ def relabel(events: list[agent_pb2.ProfileEvent], key: str, start_ns: int, end_n
 def merge_events(into: EventList, events: list[agent_pb2.ProfileEvent], origin_ns: int) -> None:
     """Adds events of other workers to the finished events of a profile, sorted by time.
 
-    Args:
-        into: the profile's events.
-        events: what other workers have recorded.
-        origin_ns: when the profile began, in nanoseconds of Unix time.
+    The profile began at `origin_ns`, in nanoseconds of Unix time.
     """
     by_worker = defaultdict(list)
     for event in decode_events(events, origin_ns):

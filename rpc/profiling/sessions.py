@@ -116,14 +116,9 @@ class Session:
         return self.started_ns
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a function with torch's legacy profiler enabled, and returns its result.
+        """Runs a function on this worker (`node`) with torch's legacy profiler enabled, and returns its result.
 
         The session stays open for the calls in flight.
-
-        Args:
-            node: the id of this worker.
-            function: called with `args`.
-            args: positional arguments.
         """
         enable_legacy_profiler(_torch_config(self.config))
         _thread_state.session = self

@@ -143,8 +143,7 @@ class Call:
     def outcome_without(self, unsent: Collection[bytes] = ()) -> Outcome:
         """Returns what has become of it if it gets no answer.
 
-        Args:
-            unsent: the beginnings of the envelopes that were queued when its connection broke.
+        `unsent` has the beginnings of the envelopes that were queued when its connection broke.
         """
         if self.state in _UNSENT or self.is_withdrawn:
             return Outcome.NOT_SENT

@@ -132,15 +132,9 @@ class Caller(WorkerWatcher):
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
     ) -> Future[Any]:
-        """Sends a request whose value is pickled.
+        """Sends a request whose value is pickled for a device map. Extensions may change the list of its tensors.
 
-        Args:
-            worker: the receiver.
-            request: what to send.
-            timeout: as of `send`.
-            packed: the value. Extensions may change its list of tensors.
-            device_map: which the value was pickled for.
-            broadcast: what the message shares with messages to other workers.
+        A broadcast is what the message shares with messages to other workers.
         """
         handler = self._extensions.handlers[request.kind]
         call = Call(self._parts, self._peers.of(worker), handler, timeout, self._nesting.depth)
@@ -552,9 +546,7 @@ class Caller(WorkerWatcher):
     def _withdraw(self, call: Call, then: Callable[[], None] = lambda: None) -> None:
         """Takes a call back that was sent, and notes in `is_withdrawn` whether nothing of it will arrive.
 
-        Args:
-            call: the call.
-            then: called afterwards, on any thread; not if the event loop has ended. Must not block.
+        What follows is called on any thread, and must not block; it is not called if the event loop has ended.
         """
         message = call.message if call.state is State.SENT and call.handler.cancellable else None
         if message is None:

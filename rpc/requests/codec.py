@@ -42,15 +42,7 @@ class Codec:
         control: ControlStreams,
         devices: DeviceStaging,
     ) -> None:
-        """Makes the codec of one agent.
-
-        Args:
-            options: the agent's.
-            values: pickles and unpickles.
-            extensions: add headers to messages and read them.
-            control: its messages are taken along.
-            devices: copies tensors to devices.
-        """
+        """Makes the codec of one agent."""
         self.values = values
         self._options = options
         self._extensions = extensions
@@ -86,17 +78,9 @@ class Codec:
             raise self.values.explained(error, worker) from error.__cause__
 
     def send(self, peer: Peer, message: Outgoing, broadcast: Broadcast | None = None) -> None:
-        """Sends a message. If that fails, the extensions undo what they have noted of it.
+        """Sends a message, which says then where it went. If that fails, the extensions undo what they noted.
 
-        Args:
-            peer: its receiver.
-            message: what to send; its envelope is completed, and it says afterwards where it went.
-            broadcast: what it shares with messages to other workers.
-
-        Raises:
-            WorkerLostError, WorkerSuspectError, SendFailedError, SerializationError: nothing was sent; see
-                `Peer.send`.
-            Exception: an extension refuses the message; nothing was sent.
+        Raises what `Peer.send` does, or an extension that refuses the message: nothing was sent.
         """
         if peer.absence is not None:
             peer.check_present()
@@ -232,17 +216,9 @@ class Codec:
     def read(
         self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, user_values: bool
     ) -> Incoming:
-        """Returns a message that has arrived, not unpickled yet.
+        """Returns a message, not unpickled yet. Raises if it is malformed, or an extension refuses it.
 
-        Args:
-            source: the sender.
-            envelope: the message's.
-            payloads: reads the payloads that the envelope names.
-            user_values: whether it carries users' values, so that the extensions read its headers. They read those
-                of any message with references.
-
-        Raises:
-            Exception: it is malformed, or an extension refuses it.
+        The extensions read its headers if it carries users' values, or references.
         """
         inline: tuple[list[torch.Tensor], int] | None = None
         if payloads is read_inline:

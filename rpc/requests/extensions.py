@@ -123,9 +123,7 @@ class Extensions:
     def on_send(self, message: Outgoing) -> None:
         """Calls `on_send` of the extensions, which add their headers to a message that is about to be sent.
 
-        Raises:
-            Exception: what the hook of an extension raised, after `on_send_aborted` of this extension and of those
-                before it.
+        If one raises, so does this, after `on_send_aborted` of this extension and of those before it.
         """
         envelope, references, request = message.envelope, message.references, message.reply_to
         try:
@@ -187,12 +185,7 @@ class Extensions:
                 log.exception("the failure of a call cannot be noted")
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:
-        """Returns the exception to raise in the caller.
-
-        Args:
-            error: the exception that the request was answered with.
-            worker: the worker that answered.
-        """
+        """Returns the exception to raise in the caller for the one that a worker has answered with."""
         for extension in self._extensions:
             error = extension.map_error(error, worker)
         return error
@@ -226,13 +219,7 @@ class Extensions:
         return all(extension.may_repeat() for extension in self._extensions)
 
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Calls `on_decode_error` of the extensions for a message that will not be decoded; logs what they raise.
-
-        Args:
-            source: the sender.
-            envelope: the message's, with the headers.
-            error: why: decoding failed, or the caller cancelled the request.
-        """
+        """Tells the extensions of a message that will not be decoded, and why; logs what they raise."""
         for extension in self._extensions:
             try:
                 extension.on_decode_error(Incoming(source, envelope, b"", []), error)

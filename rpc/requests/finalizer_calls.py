@@ -26,12 +26,7 @@ class FinalizerCalls:
     """Knows whether the calling thread collects garbage, and sends calls on another one. Takes no lock."""
 
     def __init__(self, executor: Executor, call_soon: Callable[..., None]) -> None:
-        """Looks at collections until `close`.
-
-        Args:
-            executor: its threads send the calls.
-            call_soon: calls a function on the event loop, and takes no lock.
-        """
+        """Looks at collections until `close`. `call_soon` has the event loop call something; it takes no lock."""
         self.collecting: set[int] = set()
         """The threads that collect garbage now. Mostly empty."""
         self._executor = executor
@@ -51,16 +46,9 @@ class FinalizerCalls:
         return threading.get_ident() in self.collecting
 
     def send(self, send: Callable[[], Future[Any]], worker: str, operation: str) -> Future[Any]:
-        """Has another thread send a call.
+        """Has another thread send a call to a worker, and returns a future of the answer.
 
-        Args:
-            send: sends it.
-            worker: the name of the worker called.
-            operation: what the call does, for errors.
-
-        Returns:
-            A future of the answer. In the collection, a wait for it gets None at once if the code that the
-            collection has interrupted may hold a lock.
+        In the collection, a wait for it gets None at once if what the collection has interrupted may hold a lock.
         """
         answer = _FinalizerFuture(self._executor, None, worker, operation)
         answer.is_collecting_here = self.is_collecting_here

@@ -42,14 +42,7 @@ class MultiSender:
     """Sends requests to several workers."""
 
     def __init__(self, parts: CallParts, caller: Caller, codec: Codec, broadcasts: Broadcasts) -> None:
-        """Sends nothing yet.
-
-        Args:
-            parts: of the calls.
-            caller: sends the request to each worker.
-            codec: pickles values.
-            broadcasts: carries the large payloads of requests to several workers.
-        """
+        """Sends nothing yet."""
         self._caller = caller
         self._codec = codec
         self._broadcasts = broadcasts

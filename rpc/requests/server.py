@@ -62,15 +62,7 @@ class Server(WorkerWatcher):
         calls: ServedCalls,
         backlogs: Backlogs,
     ) -> None:
-        """Makes the server of one agent.
-
-        Args:
-            parts: of the calls.
-            codec: decodes requests and encodes answers.
-            received: is told of requests that begin to run.
-            calls: the users' requests that have not begun to run, or are to be answered later.
-            backlogs: postpone the calls of workers for which too much is queued.
-        """
+        """Makes the server of one agent."""
         self.calls = calls
         """The requests that have not begun to run, and those that are to be answered later."""
         self.answering = CallCounter()

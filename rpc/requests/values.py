@@ -26,14 +26,7 @@ class Values:
     """Pickles and unpickles for one agent. Safe to use from any thread."""
 
     def __init__(self, me: WorkerInfo, options: RpcBackendOptions, packer: Packer, audit: Audit) -> None:
-        """Makes what pickles for one agent.
-
-        Args:
-            me: this worker.
-            options: the agent's: its policy says what is unpickled.
-            packer: pickles values with their tensors and references apart.
-            audit: records what is refused.
-        """
+        """Makes what pickles for one agent. The policy of the options says what is unpickled."""
         self.me = me
         self._options = options
         self.packer = packer
@@ -102,9 +95,7 @@ class Values:
     def record_refusal(self, source: WorkerInfo, error: BaseException) -> None:
         """Records in the audit log why a message of a worker is refused: it is malformed, or exceeds a limit.
 
-        Args:
-            source: the worker.
-            error: why; ignored if it is of another kind.
+        Errors of other kinds are ignored.
         """
         if isinstance(error, LimitReachedError):
             if not isinstance(error.__cause__, RemoteError):  # else it is a limit of another worker
