@@ -45,7 +45,7 @@ from .contracts.view import View
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined, WorkerLeft, WorkerSuspect
 from .execution.futures import Future
-from .profiling.server_profile import server_process_global_profile
+from .profiling.extension import server_process_global_profile
 from .streaming.api import RpcStream, rpc_stream
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs

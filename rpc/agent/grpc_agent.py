@@ -368,8 +368,8 @@ class GrpcAgent(RpcAgent):
 
     def extension(self, kind: type[E]) -> E:
         """Returns the agent's extension of this class."""
-        found: E | None = self._extensions.by_class.get(kind)
-        return self._extensions.get(kind) if found is None else found
+        found: E = self._extensions.by_class[kind]
+        return found
 
     def traffic(self) -> Mapping[str, int]:
         """Returns the messages and bytes that this worker has sent and received."""

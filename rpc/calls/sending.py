@@ -153,8 +153,8 @@ def send_call(
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
     Profiles show its `mode`, and errors its `name` if that is not the function's own. It keeps an object alive
-    until it is answered (`keep`), may fill in headers of its envelope (`header`), and may go to another incarnation
-    of a worker than the latest one (`owner`).
+    until it is answered (`keep`), may fill in headers of its envelope (`header`), and may go to an incarnation of
+    a worker that is not the latest one (`owner`).
     """
     agent = current_agent()
     worker = agent.worker(to) if owner is None else owner

@@ -108,6 +108,7 @@ def merge_events(into: EventList, events: list[agent_pb2.ProfileEvent], origin_n
 
 
 def _encode(event: FunctionEvent, node: int, epoch_us: float) -> agent_pb2.ProfileEvent:
+    shapes: list[Any] = list(event.input_shapes or [])
     return agent_pb2.ProfileEvent(
         name=event.name,
         node_id=node,
@@ -118,7 +119,7 @@ def _encode(event: FunctionEvent, node: int, epoch_us: float) -> agent_pb2.Profi
         sequence_number=event.sequence_nr,
         scope=event.scope,
         asynchronous=event.is_async,
-        shapes=[agent_pb2.Sizes(sizes=sizes) for sizes in _shapes(event)],
+        shapes=[agent_pb2.Sizes(sizes=sizes) for sizes in shapes],
         stack=event.stack or [],
         cpu_memory=event.cpu_memory_usage,
         device_memory=event.device_memory_usage,
@@ -155,7 +156,3 @@ def _decode(event: agent_pb2.ProfileEvent, number: int, origin_ns: int, *, is_re
     for kernel in event.kernels:
         decoded.append_kernel(kernel.name, kernel.device, kernel.duration_us)
     return decoded
-
-
-def _shapes(event: FunctionEvent) -> list[Any]:
-    return list(event.input_shapes or [])

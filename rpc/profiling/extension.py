@@ -6,33 +6,37 @@ docs/profiling.md describes what users see.
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, final
+from itertools import chain
+from typing import Any, final
 
 import torch
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ...proto.v1 import agent_pb2
 from ...torch_internals import find_builtin, profiler_enabled, qualified_name, set_profiler_node_id
-from ..contracts.agent import RpcAgent
+from ..contracts.agent import RpcAgent, current_agent
 from ..contracts.extension import Extension
 from ..contracts.messages import RESULT, Deferred, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
-from .events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
-from .sessions import ProfiledCall, Session, current_session, torch_hooks
+from .events import REMOTE_PREFIX, decode_events, events_from_tensor, events_to_tensor
+from .sessions import ProfiledCall, Session, config_of, current_session, torch_hooks
 
 __all__ = [
     "REMOTE_PREFIX",
-    "Collector",
     "Profiling",
     "RPCExecMode",
     "build_rpc_profiling_key",
     "profiled_call",
     "run_profiled",
+    "server_process_global_profile",
 ]
 
 _call_to_send: "ContextVar[ProfiledCall | None]" = ContextVar("gradwire.rpc.profiled_call", default=None)
@@ -47,16 +51,6 @@ class RPCExecMode(Enum):
     ASYNC = "async"
     ASYNC_JIT = "async_jit"
     REMOTE = "remote"
-
-
-class Collector(Protocol):
-    """Receives what is recorded on this worker, while it is registered with `Profiling.collect`."""
-
-    header: agent_pb2.ProfileHeader
-    """The options of the profile."""
-
-    def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
-        """Adds the events of one call that this worker has run. Called on any thread."""
 
 
 def build_rpc_profiling_key(
@@ -105,31 +99,31 @@ class Profiling(Extension):
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._calls: dict[int, ProfiledCall] = {}
-        self._collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+        self._collectors: weakref.WeakSet[server_process_global_profile] = weakref.WeakSet()
         """Those that are registered; the program keeps them, or a worker that may die without an end."""
         self._lock = threading.Lock()
         """Guards them."""
         torch_hooks.acquire()
         set_profiler_node_id(agent.info.id)
 
-    def collect(self, collector: Collector) -> None:
+    def collect(self, collector: "server_process_global_profile") -> None:
         """Profiles the calls that arrive from now on for a collector, as long as something else keeps it."""
         with self._lock:
             self._collectors.add(collector)
         self._look_if_needed()
 
-    def stop_collecting(self, collector: Collector) -> None:
+    def stop_collecting(self, collector: "server_process_global_profile") -> None:
         """Stops profiling for a collector."""
         with self._lock:
             self._collectors.discard(collector)
         self._look_if_needed()
 
-    def collects(self, collector: Collector) -> bool:
+    def collects(self, collector: "server_process_global_profile") -> bool:
         """Returns whether the collector is registered."""
         with self._lock:
             return collector in self._collectors
 
-    def _living_collectors(self) -> tuple[Collector, ...]:
+    def _living_collectors(self) -> tuple["server_process_global_profile", ...]:
         """Returns the collectors that something keeps. Looks at requests no longer when there are none."""
         with self._lock:
             living = tuple(self._collectors)
@@ -160,7 +154,7 @@ class Profiling(Extension):
                 self.watches_ends = True
                 self.on_enabled()
             self._calls[message.envelope.id] = call
-            message.envelope.profile.CopyFrom(call.config)
+            message.envelope.profile.CopyFrom(call.session.config)
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Ends the event of a call that was not sent."""
@@ -182,7 +176,7 @@ class Profiling(Extension):
     def on_complete(self, identifier: int) -> None:
         """Ends the event of a call."""
         if (call := self._calls.pop(identifier, None)) is not None:
-            call.finish()
+            call.session.finish_call(call)
 
     def close(self) -> None:
         """Stops collecting, and releases the hooks in torch. The agent ends the calls in flight."""
@@ -203,6 +197,93 @@ class Profiling(Extension):
             call.callee_events = events
 
 
+@final
+class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - torch's name, and like its base's
+    """Profiles the calls that this worker runs for other workers, on all threads, while the context is open.
+
+    Several may be open at the same time. It takes the options of `torch.autograd.profiler_legacy.profile` and
+    has its results: `key_averages`, `table`, `export_chrome_trace`, `total_average`, `self_cpu_time_total`,
+    `function_events`. Calls that are running at its end are left out.
+
+    Attributes:
+        process_global_function_events: for each call, the list of its events.
+
+    Example, from another worker:
+
+        profile = rpc.remote("server", rpc.server_process_global_profile)
+        profile.rpc_sync().__enter__()
+        ...
+        profile.rpc_sync().__exit__(None, None, None)
+        print(profile.rpc_sync().key_averages())
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_global_function_events: list[list[FunctionEvent]] = []
+        self._lock = threading.Lock()
+        self._calls: list[list[agent_pb2.ProfileEvent]] = []
+        self._is_closed = False
+        self._profiling: Profiling | None = None
+        self._started_ns = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles only the results, for calls that return the profile itself, as `__enter__` does."""
+        return {**self.__dict__, "_lock": None, "_profiling": None, "_calls": [], "header": None}
+
+    def __enter__(self) -> "server_process_global_profile":
+        """Begins to profile.
+
+        Raises:
+            RuntimeError: the profile has been used already.
+            NotInitializedError: this process is no worker.
+        """
+        if not self.enabled:
+            return self
+        if self.entered:
+            raise RuntimeError("autograd profiler traces are not reentrant")
+        self.header = config_of(self)
+        self._profiling = current_agent().extension(Profiling)
+        self.entered = True
+        self._started_ns = time.time_ns()
+        self._profiling.collect(self)
+        return self
+
+    def __exit__(self, *exception: object) -> bool:
+        """Ends the profile and computes its results. Raises RuntimeError if it has not begun."""
+        if not self.enabled:
+            return False
+        if self._profiling is None:
+            raise RuntimeError("the profile has not begun: call __enter__ first")
+        if self._is_closed:
+            return False
+        self._is_closed = True
+        self._profiling.stop_collecting(self)
+        local_node = self._profiling.agent.info.id
+        with self._lock:
+            calls, self._calls = self._calls, []
+        self.process_global_function_events = [
+            sorted(
+                decode_events(events, self._started_ns, local_node),
+                key=lambda e: (e.time_range.start, -e.time_range.end),
+            )
+            for events in calls
+        ]
+        self.function_events = EventList(
+            chain.from_iterable(self.process_global_function_events),
+            use_device="cuda" if self.use_cuda else None,
+            profile_memory=self.profile_memory,
+            with_flops=self.with_flops,
+        )
+        self.function_events._build_tree()
+        return False
+
+    def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
+        """Adds the events of one call that this worker has run. Called on any thread."""
+        if events:
+            with self._lock:
+                self._calls.append(events)
+
+
 @contextmanager
 def _sending(call: ProfiledCall) -> Iterator[None]:
     """Context manager for sending a profiled call, which `Profiling.on_send` takes on this thread."""
@@ -212,7 +293,7 @@ def _sending(call: ProfiledCall) -> Iterator[None]:
     finally:
         if _call_to_send.get() is not None:  # nothing was sent
             _call_to_send.set(None)
-            call.finish()
+            call.session.finish_call(call)
 
 
 @final
@@ -223,7 +304,7 @@ class _ProfiledRequest:
         self,
         profiling: Profiling,
         header: agent_pb2.ProfileHeader | None,
-        collectors: tuple[Collector, ...],
+        collectors: tuple["server_process_global_profile", ...],
     ) -> None:
         self._profiling = profiling
         self._is_for_caller = header is not None

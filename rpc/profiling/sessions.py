@@ -149,7 +149,7 @@ class ProfiledCall:
         self.started_ns = time.time_ns()
         self.callee_events: list[agent_pb2.ProfileEvent] = []
         """The events that the callee has recorded; set when the answer arrives."""
-        self._session = session
+        self.session = session
         self._node = node
         # torch ends an event only on a thread that has the profiler's state. It gives this thread's state to the
         # callbacks of a future, whichever thread completes it.
@@ -159,15 +159,6 @@ class ProfiledCall:
         self.entered_ns = time.time_ns()
         """When the event had begun. It began between `started_ns` and this."""
         scope._call_end_callbacks_on_future(self._ended)
-
-    @property
-    def config(self) -> agent_pb2.ProfileHeader:
-        """The options of the caller's profile, which the callee's profile is to have too."""
-        return self._session.config
-
-    def finish(self) -> None:
-        """Ends the call's event, with the callee's events if they have arrived."""
-        self._session.finish_call(self)
 
     def end_event(self) -> None:
         """Ends the event in torch's profiler. Called once, by the session."""
@@ -206,8 +197,10 @@ class TorchHooks:
             self._users += 1
             if self._users == 1:
                 for kind, is_kineto in self._PROFILE_CLASSES:
-                    self._wrap(kind, "_start_trace", _make_start_trace(self, kind._start_trace, is_kineto))
-                    self._wrap(kind, "__exit__", _make_exit(self, kind.__exit__, is_kineto))
+                    for name, make in (("_start_trace", _make_start_trace), ("__exit__", _make_exit)):
+                        original = getattr(kind, name)
+                        self._originals.append((kind, name, original))
+                        setattr(kind, name, make(self, original, is_kineto))
 
     def release(self) -> None:
         """Ends one `acquire`; the last one restores torch."""
@@ -215,10 +208,6 @@ class TorchHooks:
             self._users -= 1
             while not self._users and self._originals:
                 setattr(*self._originals.pop())
-
-    def _wrap(self, kind: type, name: str, wrapper: Any) -> None:
-        self._originals.append((kind, name, getattr(kind, name)))
-        setattr(kind, name, wrapper)
 
 
 torch_hooks = TorchHooks()

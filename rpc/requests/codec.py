@@ -46,7 +46,7 @@ class Codec:
         self.values = values
         self._options = options
         self._extensions = extensions
-        self._control = control
+        self.control = control
         self._devices = devices
         channels = options.channels
         self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
@@ -144,7 +144,7 @@ class Codec:
                 traffic.inline_sent += message.nbytes
             try:
                 if peer.control.is_waiting:
-                    self._control.take_along(peer.control, envelope)
+                    self.control.take_along(peer.control, envelope)
                 peer.send(envelope.SerializeToString())
             except Exception:
                 self._put_back(peer, message, tensors)
@@ -164,7 +164,7 @@ class Codec:
             envelope.attached_nbytes = writer.attached_nbytes
             envelope.has_payloads = bool(writer.external or writer.attached)
             if peer.control.is_waiting:
-                self._control.take_along(peer.control, envelope)
+                self.control.take_along(peer.control, envelope)
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
         except Exception:
@@ -191,7 +191,7 @@ class Codec:
         """Has the control messages sent again that a message has taken along, and that will not arrive with it."""
         if message.envelope.HasField("control"):
             message.envelope.ClearField("control")
-            self._control.send_again(peer.control)
+            self.control.send_again(peer.control)
 
     def _put_inline(self, message: Outgoing) -> int | None:
         """Puts the tensors of a message into its envelope; returns their bytes, or None if they go another way."""
@@ -205,13 +205,9 @@ class Codec:
 
     def confirm(self, request: Incoming) -> None:
         """Answers a request with None, by a control message."""
-        self._control.send(request.source, CONFIRMED, (request.envelope.id,), urgent=False)
+        self.control.send(request.source, CONFIRMED, (request.envelope.id,), urgent=False)
 
     # Receiving.
-
-    def process_control(self, source: Peer) -> None:
-        """Processes the control messages of a worker that have arrived."""
-        self._control.process(source.control)
 
     def read(
         self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, user_values: bool

@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from ...errors import Outcome
 from ...proto.v1 import agent_pb2
@@ -15,8 +15,6 @@ from ..contracts.worker import WorkerInfo
 from ..wire.pickling import Packer
 
 __all__ = ["Extensions"]
-
-E = TypeVar("E")
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class Extensions:
         self._basic: dict[MessageType.ValueType, Handler] = {}
         """The handlers of messages that need no extension."""
         self.by_class: dict[type, Any] = {}
-        """The extensions that `get` has returned, by the class that was asked for."""
+        """The extensions by their classes, and the bases of these."""
         # The hooks that some extension overrides. Those of requests are called from where there is no message yet.
         self.on_request: Sequence[Callable[[int, WorkerInfo, Request], None]] = ()
         self.encode_request: Sequence[Callable[[MessageType.ValueType, object], object]] = ()
@@ -78,6 +76,8 @@ class Extensions:
             self._packer.find_reducers_by(extension.find_reducer)
         self._packer.detach_parameters_if(extension.detaches_parameters)
         self._extensions = (*self._extensions, extension)
+        for kind in type(extension).__mro__:
+            self.by_class.setdefault(kind, extension)
         extension.on_enabled = self._collect
         self._collect()
 
@@ -109,14 +109,6 @@ class Extensions:
             for each in self._extensions
             if each.is_on and getattr(type(each), hook) is not default
         ]
-
-    def get(self, kind: type[E]) -> E:
-        """Returns the extension of this class. Raises StopIteration if there is none."""
-        found = self.by_class.get(kind)
-        if found is None:
-            found = next(extension for extension in self._extensions if isinstance(extension, kind))
-            self.by_class[kind] = found
-        return found
 
     # Sending.
 

@@ -96,7 +96,7 @@ class Server(WorkerWatcher):
         source, envelope, handler = call.source, call.envelope, call.handler
         call.nbytes = self._received.begin(source.received)
         if envelope.HasField("control"):
-            self._codec.process_control(source)
+            self._codec.control.process(source.control)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
         elif (

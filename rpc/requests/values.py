@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-import torch
-
 from ...errors import LimitReachedError, RemoteError, SerializationError
 from ...net.security import Audit
 from ..channels.base import PayloadLostError
@@ -55,22 +53,22 @@ class Values:
         self, error: SerializationError, worker: WorkerInfo, *, is_answer: bool = False
     ) -> SerializationError:
         """Returns an error that also says how to map the device of a tensor, if that is the problem."""
-        if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
-            return SerializationError(error.path, self._how_to_map(unmapped.device, worker, is_answer=is_answer))
-        return error
-
-    def _how_to_map(self, device: torch.device, worker: WorkerInfo, *, is_answer: bool) -> str:
+        if not isinstance(unmapped := error.__cause__, UnmappedDeviceError):
+            return error
         options = type(self._options)
         if is_answer:
-            return (
-                f"Response device mapping is not available for a tensor on {device}: return tensor.cpu(), or have "
-                f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self.me.name!r} on its "
+            how = (
+                f"Response device mapping is not available for a tensor on {unmapped.device}: return tensor.cpu(), "
+                f"or have worker {worker.name!r}, which asks for it, call `set_device_map` for {self.me.name!r} on "
+                f"its `{options.__name__}` before init_rpc"
+            )
+        else:
+            how = (
+                f"it is a tensor on {unmapped.device}. {options.backend_name} RPC backend only supports CPU "
+                "tensors by default: send tensor.cpu(), or call `set_device_map` on "
                 f"`{options.__name__}` before init_rpc"
             )
-        return (
-            f"it is a tensor on {device}. {options.backend_name} RPC backend only supports CPU tensors by "
-            f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
-        )
+        return SerializationError(error.path, how)
 
     # Pickles without tensors or references apart: of control messages and errors.
 
