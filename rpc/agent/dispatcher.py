@@ -47,7 +47,7 @@ class Dispatcher:
 
     def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.calls.discard((peer.id, envelope.id))
+        self._server.calls.cancel((peer.id, envelope.id))
 
     def on_message(
         self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool

@@ -35,10 +35,6 @@ class Quiescence:
         self._all_gathers = all_gathers
         self._unanswered = unanswered
 
-    def wait_here(self, timeout: float) -> None:
-        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds."""
-        self._wait_here(time.monotonic() + timeout if timeout else None, timeout)
-
     def wait_everywhere(self, timeout: float, failed: Mapping[int, str]) -> Mapping[int, str]:
         """Waits until no worker has calls in flight and none can begin.
 
@@ -55,7 +51,7 @@ class Quiescence:
         deadline = time.monotonic() + timeout if timeout else None
         before = None
         while True:
-            self._wait_here(deadline, timeout)
+            self.wait_here(timeout, deadline)
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
             mine = (self._calls.latest, dict(failed))
             try:
@@ -71,8 +67,16 @@ class Quiescence:
                 return {worker: why for _, known in told.values() for worker, why in known.items()}
             before = latest
 
-    def _wait_here(self, deadline: float | None, timeout: float) -> None:
+    def wait_here(self, timeout: float, deadline: float | None = None) -> None:
+        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds.
+
+        Args:
+            timeout: 0 for none.
+            deadline: when they are over, if they have begun already.
+        """
         me = self._agent.info.name
+        if timeout and deadline is None:
+            deadline = time.monotonic() + timeout
         logs_at = time.monotonic() + WARN_INTERVAL_S
         while True:
             now = time.monotonic()

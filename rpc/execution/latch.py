@@ -44,18 +44,14 @@ class Latch:
     """
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.is_set = False
+        """Whether it has been set."""
         self._waiters: list[threading.Lock] = []
         """The held lock of each thread that waits, which is released when the latch is set."""
 
-    @property
-    def is_set(self) -> bool:
-        """Whether it has been set."""
-        return self._is_set
-
     def set(self) -> None:
         """Sets it, and wakes the threads that wait."""
-        self._is_set = True
+        self.is_set = True
         with suppress(IndexError):
             while True:
                 self._waiters.pop().release()
@@ -65,8 +61,8 @@ class Latch:
         woken = threading.Lock()
         woken.acquire()
         self._waiters.append(woken)
-        if not self._is_set:  # else whoever has set it may have looked at the waiters before
+        if not self.is_set:  # else whoever has set it may have looked at the waiters before
             acquire(woken, seconds)
         with suppress(ValueError):  # `set` has taken it
             self._waiters.remove(woken)
-        return self._is_set
+        return self.is_set

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Protocol, final
 
 __all__ = ["Scheduler", "SerialThread", "Task"]
@@ -40,17 +39,6 @@ class Scheduler(Protocol):
         """Ends after the queued tasks, and drops those of `call_later`. Waits at most `seconds` for the end."""
 
 
-class _WakeUp(Enum):
-    """What the thread of a SerialThread is woken for."""
-
-    RUN = auto()
-    """To run the queued tasks."""
-    LINGER = auto()
-    """To run them in LINGER_S."""
-    END = auto()
-    """To run them and end."""
-
-
 @final
 class SerialThread:
     """A scheduler on a thread of its own."""
@@ -58,12 +46,12 @@ class SerialThread:
     def __init__(self, name: str, initializer: Task) -> None:
         """Starts the thread, which runs `initializer` first."""
         self._tasks: deque[Task] = deque()
-        self._wake_ups: queue.SimpleQueue[_WakeUp] = queue.SimpleQueue()
-        """Has at most one of RUN and one of LINGER."""
+        self._wake_ups: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        """What the thread is woken for: to run the queued tasks at once (0) or in LINGER_S, or to end (None)."""
         self._is_woken = False
-        """Whether RUN is in the queue."""
+        """Whether 0 is in the queue."""
         self._is_lingering = False
-        """Whether LINGER is in the queue, or its time is not over."""
+        """Whether LINGER_S is in the queue, or that time is not over."""
         self._is_running = False
         """Whether the thread runs the queued tasks."""
         self._timers: list[tuple[float, int, Task]] = []
@@ -80,10 +68,10 @@ class SerialThread:
             return  # this thread comes to it next
         if urgent and not self._is_woken:
             self._is_woken = True
-            self._wake_ups.put(_WakeUp.RUN)
+            self._wake_ups.put(0)
         elif not urgent and not self._is_lingering:
             self._is_lingering = True
-            self._wake_ups.put(_WakeUp.LINGER)
+            self._wake_ups.put(LINGER_S)
 
     def call_later(self, seconds: float, task: Task) -> None:
         """Has a task run after `seconds`."""
@@ -91,21 +79,21 @@ class SerialThread:
 
     def close(self, seconds: float) -> None:
         """Ends the thread after the queued tasks; waits at most `seconds`."""
-        self._wake_ups.put(_WakeUp.END)
+        self._wake_ups.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
         self._initializer()
-        wake_up = _WakeUp.RUN
-        while wake_up is not _WakeUp.END:
-            wake_up = self._wait()
-            if wake_up is _WakeUp.LINGER:
-                self.call_later(LINGER_S, self._stop_lingering)
+        seconds: float | None = 0
+        while seconds is not None:
+            seconds = self._wait()
+            if seconds:
+                self.call_later(seconds, self._stop_lingering)
             else:
                 self._run_queued()
 
-    def _wait(self) -> "_WakeUp":
+    def _wait(self) -> float | None:
         """Waits until there is something to do, and runs what was to be done later."""
         while True:
             left = self._timers[0][0] - time.monotonic() if self._timers else None
@@ -114,12 +102,12 @@ class SerialThread:
                 self._run_queued()
                 continue
             try:
-                wake_up = self._wake_ups.get(timeout=left)
+                seconds = self._wake_ups.get(timeout=left)
             except queue.Empty:
                 continue
-            if wake_up is _WakeUp.RUN:
+            if seconds == 0:
                 self._is_woken = False  # before the tasks are taken: one that is queued from now on wakes again
-            return wake_up
+            return seconds
 
     def _stop_lingering(self) -> None:  # `_wait` runs the tasks next
         if self._tasks:

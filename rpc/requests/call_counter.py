@@ -61,7 +61,8 @@ class CallCounter:
         """Counts the end of such a call."""
         with self._lock:
             self._deferred -= 1
-            self._notify()
+        if self.waiters:
+            self.notify()
 
     def wait_for_none(self, seconds: float | None) -> bool:
         """Waits until no call is in flight, or none counts; returns False if that takes more than `seconds`."""
@@ -83,8 +84,5 @@ class CallCounter:
     def notify(self) -> None:
         """Wakes those who wait, if no call is in flight. Called after an end, if there are `waiters`."""
         with self._lock:
-            self._notify()
-
-    def _notify(self) -> None:
-        if self.waiters and not self.in_flight:
-            self._none_in_flight.notify_all()
+            if self.waiters and not self.in_flight:
+                self._none_in_flight.notify_all()

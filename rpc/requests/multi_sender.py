@@ -3,11 +3,10 @@
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 from ..channels.broadcast.broadcasts import Broadcasts
-from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import Device, DeviceMap
 from ..contracts.messages import Request
 from ..contracts.worker import WorkerInfo
@@ -26,15 +25,6 @@ __all__ = ["MultiSender"]
 
 CONNECT_TIMEOUT_S = 2.0
 """Seconds to wait for connections to workers of this host, before large payloads go to them one by one."""
-
-
-@dataclass(slots=True, frozen=True)
-class _Encoded:
-    """A request's value, pickled for one device map, and what its message shares with those to other workers."""
-
-    packed: Packed
-    device_map: DeviceMap
-    broadcast: Broadcast | None = None
 
 
 @final
@@ -58,22 +48,35 @@ class MultiSender:
         around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
     ) -> list[Future[Any]]:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
-        encoded = self._encode_all(workers, request)
+        packed = self._pack_all(workers, request)
         broadcast = None
-        if encoded and all(each.packed is encoded[0].packed for each in encoded):
-            packed = encoded[0].packed
-            if self._broadcasts.suits(len(workers), len(packed.body) + bytes_of(packed.tensors)):
+        if packed and all(each is packed[0] for each in packed):
+            of_all, _ = packed[0]
+            if self._broadcasts.suits(len(workers), len(of_all.body) + bytes_of(of_all.tensors)):
                 peers = [self._peers.of(worker) for worker in workers]
                 self._connect(peers)
                 broadcast = self._broadcasts.broadcast([peer.channels for peer in peers if peer.absence is None])
-        if broadcast is not None:
-            encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
-            request = replace(request, keep=broadcast)
-            encoded = [replace(each, broadcast=broadcast) for each in encoded]
+            if broadcast is not None:
+                of_all.tensors[:] = map(make_sendable, of_all.tensors)
+                request = replace(request, keep=broadcast)
+
+        def send(worker: WorkerInfo, packed: Packed, device_map: DeviceMap) -> Future[Any]:
+            """Sends the request to one of the workers; an error fails this future only."""
+            with around(worker):
+                try:
+                    body, tensors, references, leaves = packed
+                    own = Packed((body, [*tensors], references, leaves))  # extensions replace some tensors in it
+                    return self._caller.send_packed(worker, request, timeout, own, device_map, broadcast)
+                except Exception as error:
+                    operation = self._extensions.handlers[request.kind].operation
+                    future: Future[Any] = Future(self._executor, None, worker.name, operation)
+                    future.set_exception(error)
+                    return future
+
         try:
             # In the order of ids: calls that wait for capacity hold back the broadcast that they take part in.
-            in_order = sorted(zip(workers, encoded, strict=True), key=lambda each: each[0].wire_id)
-            sent = {each[0].wire_id: self._try_send(*each, request, timeout, around) for each in in_order}
+            in_order = sorted(zip(workers, packed, strict=True), key=lambda each: each[0].wire_id)
+            sent = {worker.wire_id: send(worker, *each) for worker, each in in_order}
             return [sent[worker.wire_id] for worker in workers]
         finally:
             if broadcast is not None:
@@ -93,39 +96,14 @@ class MultiSender:
             waited = wait_interruptibly(concurrent.futures.wait, connecting, CONNECT_TIMEOUT_S)
             self._timed_out |= waited.not_done
 
-    def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
+    def _pack_all(self, workers: Sequence[WorkerInfo], request: Request) -> list[tuple[Packed, DeviceMap]]:
         """Pickles a request for several workers: once for each device map."""
-        by_map: dict[frozenset[tuple[Device, Device]], _Encoded] = {}
-        encoded = []
+        by_map: dict[frozenset[tuple[Device, Device]], tuple[Packed, DeviceMap]] = {}
+        packed = []
         for worker in workers:
             device_map = self._codec.device_map(worker)
             key = frozenset(device_map.items())
             if key not in by_map:
-                packed = self._codec.pack_request(request, worker, device_map)
-                by_map[key] = _Encoded(packed, device_map)
-            encoded.append(by_map[key])
-        return encoded
-
-    def _try_send(
-        self,
-        worker: WorkerInfo,
-        encoded: "_Encoded",
-        request: Request,
-        timeout: float,
-        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
-    ) -> Future[Any]:
-        """Sends a request to one of several workers; an error fails this future only."""
-        with around(worker):
-            try:
-                body, tensors, references, leaves = encoded.packed
-                packed = Packed(
-                    (body, [*tensors], references, leaves)
-                )  # extensions replace some, for this worker only
-                return self._caller.send_packed(
-                    worker, request, timeout, packed, encoded.device_map, encoded.broadcast
-                )
-            except Exception as error:
-                operation = self._extensions.handlers[request.kind].operation
-                future: Future[Any] = Future(self._executor, None, worker.name, operation)
-                future.set_exception(error)
-                return future
+                by_map[key] = self._codec.pack_request(request, worker, device_map), device_map
+            packed.append(by_map[key])
+        return packed

@@ -134,15 +134,11 @@ class ServedCalls:
         return call.key in self.waiting and not call.is_expired
 
     def cancel(self, key: CallKey) -> bool:
-        """Keeps a request from beginning; returns False if it has begun, or never arrived."""
+        """Keeps a request from beginning, if it has arrived and has not begun; returns whether it does."""
         is_cancelled = self.waiting.pop(key, None) is not None
         if self._parked:
             self._end_wait(key)
         return is_cancelled
-
-    def discard(self, key: CallKey) -> None:
-        """Forgets a request that will not run."""
-        self.waiting.pop(key, None)
 
     def cancel_all(self, source: Peer) -> None:
         """Keeps the requests of a worker that have arrived from beginning."""

@@ -81,7 +81,7 @@ class Server(WorkerWatcher):
         if handler is not None and handler.user_values and envelope.id:
             self.calls.waiting[call.key] = call
             if source.end is not None and not may_begin(source):  # it may have been told before this
-                self.calls.discard(call.key)
+                self.calls.cancel(call.key)
             for on_arrival in self._extensions.on_arrival:
                 on_arrival(source.info, envelope)
         return call
@@ -164,7 +164,7 @@ class Server(WorkerWatcher):
 
     def reject(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
-        self.calls.discard((source.id, envelope.id))
+        self.calls.cancel((source.id, envelope.id))
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
             self._codec.values.record_refusal(source.info, error)
         if isinstance(error, PayloadLostError):

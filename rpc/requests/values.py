@@ -58,9 +58,9 @@ class Values:
         options = type(self._options)
         if is_answer:
             how = (
-                f"Response device mapping is not available for a tensor on {unmapped.device}: return tensor.cpu(), "
-                f"or have worker {worker.name!r}, which asks for it, call `set_device_map` for {self.me.name!r} on "
-                f"its `{options.__name__}` before init_rpc"
+                f"Response device mapping is not available for a tensor on {unmapped.device}: return "
+                f"tensor.cpu(), or have worker {worker.name!r}, which asks for it, call `set_device_map` for "
+                f"{self.me.name!r} on its `{options.__name__}` before init_rpc"
             )
         else:
             how = (
