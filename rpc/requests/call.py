@@ -153,7 +153,7 @@ class Call:
 
     def succeed(self, value: object) -> None:
         """Completes it with the value of its answer. Called by whoever has taken it."""
-        self.state, self.abandon = State.DONE, None  # which refers to this
+        self.state, self.abandon = State.DONE, None
         parts = self.parts
         if self.repeats is not None:
             self.future.set_cancel(None)  # which refers to this
@@ -185,18 +185,24 @@ class Call:
             parts.extensions.on_complete(self.identifier)
         if is_over:
             self.end(error, outcome)
-        elif self.abandon is not None:
-            self.abandon()
+        else:
+            self._end_wait()
         if self.handler.user_values:
             parts.counter.end_request(self.identifier)
         return is_over
 
     def end(self, error: Exception, outcome: Outcome) -> None:
         """Fails its future, when no attempt is in flight."""
-        self.state, self.abandon = State.DONE, None
+        self.state = State.DONE
+        self._end_wait()
         if self.repeats is not None:
             self.future.set_cancel(None)
         if self.handler.user_values:
             set_outcome(error, outcome)
         with self.parts.flow_control.nesting.at(self.depth):
             self.future.set_exception(error)
+
+    def _end_wait(self) -> None:
+        abandon, self.abandon = self.abandon, None  # which refers to this
+        if abandon is not None:
+            abandon()

@@ -76,8 +76,8 @@ class Caller(WorkerWatcher):
         same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
-        self._postponed: dict[int, Call] = {}
-        """The calls that wait for workers which do not answer, by id."""
+        self._postponed: dict[int, tuple[Call, Outgoing]] = {}
+        """The calls that wait for workers which do not answer, with the messages of these attempts, by id."""
         self._paused: dict[int, Call] = {}
         """The calls that pause before they are sent again, by a negative number."""
         self._pauses = itertools.count(-1, -1)
@@ -113,11 +113,12 @@ class Caller(WorkerWatcher):
         repeats = Repeats(request, timeout) if request.idempotent and self._extensions.may_repeat() else None
         handler = self._extensions.handlers[request.kind]
         call = Call(self._parts, self._peers.of(worker), handler, timeout, self._nesting.depth, repeats)
+        peer = call.peer
         try:
             waiter = self._begin(call, request, packed, device_map, blocks=False)
             if waiter is not None:
                 await asyncio.wrap_future(waiter.woken)
-            self._go_on(call, waiter)
+            self._go_on(call, peer, waiter)
         except BaseException as error:
             if not self._take_back_unsent(call, error):
                 raise
@@ -150,12 +151,13 @@ class Caller(WorkerWatcher):
         broadcast: Broadcast | None = None,
     ) -> None:
         """Sends a call, when there is capacity for it. Raises what keeps it from being sent, or fails it."""
+        peer = call.peer
         try:
             waiter = self._begin(call, request, packed, device_map)
             if waiter is not None:
                 with self._executor.blocking():
                     wait_interruptibly(waiter.woken.result)
-            self._go_on(call, waiter, broadcast)
+            self._go_on(call, peer, waiter, broadcast)
         except BaseException as error:
             if broadcast is not None:
                 broadcast.not_sent(call.peer.channels)
@@ -227,20 +229,22 @@ class Caller(WorkerWatcher):
     def _queue(self, call: Call, waiter: Waiter) -> None:
         """Has a call wait for capacity."""
         call.begin_wait(State.QUEUED, waiter.wake)
-        # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
-        call.future.add_done_callback(waiter.wake)
         if call.timeout:
-            self._deadlines.add(call.identifier, call.timeout)
-        if call.peer.end is not None:  # handled before the request was registered
+            self._deadlines.add(waiter.identifier, call.timeout)
+        # It has ended, or its worker has, before it was there to be found.
+        if waiter.identifier not in self.in_flight or call.peer.end is not None:
             waiter.wake()
 
-    def _go_on(self, call: Call, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
-        """Sends a call that there is capacity for, or has it wait for its worker; not if it has ended."""
+    def _go_on(self, call: Call, peer: Peer, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
+        """Sends a call that there is capacity for, or has it wait for its worker; not if it has ended.
+
+        By then another attempt may have begun, to another peer.
+        """
         message, identifier = call.message, call.identifier
         assert message is not None
         if waiter is not None:
-            if identifier not in self.in_flight:
-                self._release_unsent(call)
+            if waiter.identifier not in self.in_flight:
+                self._release_unsent(peer, waiter.identifier)
                 if broadcast is not None:
                     broadcast.not_sent(call.peer.channels)
                 return
@@ -260,10 +264,10 @@ class Caller(WorkerWatcher):
         if call.timeout and waiter is None:
             self._deadlines.add(identifier, call.timeout)
 
-    def _release_unsent(self, call: Call) -> None:
+    def _release_unsent(self, peer: Peer, identifier: int) -> None:
         """Counts a call as not sent."""
-        self.kept.pop(call.identifier, None)
-        self._flow_control.abandon(call.peer.window, call.identifier)
+        self.kept.pop(identifier, None)
+        self._flow_control.abandon(peer.window, identifier)
 
     def _take_back_unsent(self, call: Call, error: BaseException) -> bool:
         """Undoes `_begin` for a call that was not sent, however far it has come.
@@ -271,7 +275,7 @@ class Caller(WorkerWatcher):
         Returns:
             Whether the error fails the future of the call. Else the caller gets it at once.
         """
-        self._release_unsent(call)
+        self._release_unsent(call.peer, call.identifier)
         # It may have been failed, by the loss of its worker.
         is_taken = self.in_flight.pop(call.identifier, None) is not None
         if isinstance(error, SendFailedError) and is_taken:
@@ -293,9 +297,8 @@ class Caller(WorkerWatcher):
 
     def _postpone(self, call: Call, message: Outgoing) -> None:
         """Has a call wait until its worker is back or lost, or the call has failed otherwise."""
-        call.begin_wait(State.POSTPONED, partial(self._drop_postponed, call))
+        call.begin_wait(State.POSTPONED, partial(self._drop_postponed, call.identifier))
         self._put_postponed(call, message)
-        call.future.add_done_callback(lambda _: self._drop_postponed(call))
         # Its worker's state may have changed before it was there to be found.
         absence = call.peer.absence
         if absence is None:
@@ -304,24 +307,24 @@ class Caller(WorkerWatcher):
             self._take_and_fail(call, absence.as_error(call.peer.info.name), Outcome.NOT_SENT)
 
     def _put_postponed(self, call: Call, message: Outgoing) -> None:
-        call.state = State.POSTPONED
+        call.state, identifier = State.POSTPONED, message.envelope.id
         if message.user_values or message.references:
             self._extensions.on_send_postponed(message)
-        self._postponed[call.identifier] = call
+        self._postponed[identifier] = call, message
+        if identifier not in self.in_flight:  # it has ended before it was there to be found
+            self._drop_postponed(identifier)
 
     def _send_postponed(self, peer: Peer) -> None:
         """Sends the calls to a worker that is back. Runs on a thread of the executor."""
-        for identifier, call in sorted(self._postponed.copy().items()):
-            if call.peer is peer and self._postponed.pop(identifier, None) is not None:
-                self._send_one_postponed(call)
+        for identifier, (call, message) in sorted(self._postponed.copy().items()):
+            if message.destination.wire_id == peer.id and self._postponed.pop(identifier, None) is not None:
+                self._send_one_postponed(call, message)
 
-    def _send_one_postponed(self, call: Call) -> None:
-        message = call.message
-        assert message is not None
+    def _send_one_postponed(self, call: Call, message: Outgoing) -> None:
         # Before it is looked for: who takes it from now on does not count it as not sent.
         call.state = State.SENT
-        if call.identifier not in self.in_flight:
-            self._abort_postponed(call)
+        if message.envelope.id not in self.in_flight:
+            self._abort_postponed(message)
             return
         if call.timeout:
             call.tell_timeout(message.envelope)
@@ -330,22 +333,22 @@ class Caller(WorkerWatcher):
         except WorkerSuspectError:  # again: what is told of that comes later
             self._put_postponed(call, message)
         except Exception as error:
-            self._abort_postponed(call)
+            self._abort_postponed(message)
             self._take_and_fail(call, error, Outcome.NOT_SENT)
         else:
             if message.user_values or message.references:
                 self._extensions.on_postponed_sent(message)
             call.note_sent(message)
 
-    def _drop_postponed(self, call: Call) -> None:
-        """Drops a call that is over, if it has not been sent."""
-        if self._postponed.pop(call.identifier, None) is not None:
-            self._executor.submit(self._abort_postponed, call)
+    def _drop_postponed(self, identifier: int) -> None:
+        """Drops an attempt that is over, if it has not been sent."""
+        if (postponed := self._postponed.pop(identifier, None)) is not None:
+            self._executor.submit(self._abort_postponed, postponed[1])
 
-    def _abort_postponed(self, call: Call) -> None:
-        if (message := call.message) is not None and (message.user_values or message.references):
+    def _abort_postponed(self, message: Outgoing) -> None:
+        if message.user_values or message.references:
             self._extensions.on_send_aborted(message)
-        self._release_unsent(call)
+        self._release_unsent(self._peers.of(message.destination), message.envelope.id)
 
     # Calls that may run more than once.
 

@@ -310,3 +310,32 @@ class Calls(RuleBasedStateMachine):
 
 TestCalls = Calls.TestCase
 TestCalls.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_an_attempt_that_waits_for_capacity_counts_no_longer_when_its_worker_is_lost():
+    loop, threads = VirtualTime(), Threads()
+    world: Any = World(loop)
+    extensions = Extensions(Packer())
+    extensions.add(Ends())
+    watchers: list[WorkerWatcher] = []
+    peer = world.peer = silent_peer(PEER, watchers, threads, world)
+    parts = call_parts(
+        peer, extensions, threads, CallCounter(), FlowControlOptions(max_in_flight=1), world.call_soon
+    )
+    caller = Caller(parts, world, Clock)  # type: ignore[arg-type]
+    watchers.append(caller)
+    caller.send(PEER, Request(CALL, None), 0)
+    request = Request(CALL, None, keep=object(), idempotent=True)
+    waiting = [loop.create_task(caller.send_async(PEER, request, 60)) for _ in range(2)]
+    loop.run_ready()
+    assert peer.window.waiting
+    peer.lose(PROCESS_ENDED, ())
+    threads.run()
+    loop.run_ready()
+    assert all(each.done() for each in waiting)
+    assert not peer.window.calls
+    assert not peer.window.waiting
+    assert not caller.kept
+    caller.fail_all(RuntimeError("the agent ends"))  # type: ignore[arg-type]
+    loop.run_ready()
+    loop.close()
