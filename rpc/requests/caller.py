@@ -58,7 +58,7 @@ class Caller(WorkerWatcher):
     """The calls of one agent. Safe to use from any thread."""
 
     def __init__(self, parts: CallParts, codec: Codec, make_deadlines: DeadlinesFactory) -> None:
-        """Has sent nothing yet. Args: make_deadlines: makes the clock of the timeouts."""
+        """Has sent nothing yet. `make_deadlines` makes the clock of the timeouts."""
         self.in_flight: dict[int, Call] = {}
         """The calls that are not answered, and have not failed, by id."""
         self.kept: dict[int, object] = {}
@@ -92,7 +92,7 @@ class Caller(WorkerWatcher):
     # Sending: on any thread.
 
     def send(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
-        """Sends a request: see `RpcAgent.request`. Args: timeout: seconds, 0 for none."""
+        """Sends a request: see `RpcAgent.request`."""
         finalizer_calls = self.finalizer_calls
         if finalizer_calls.collecting and finalizer_calls.is_collecting_here():
             send = partial(self.send, worker, request, timeout)

@@ -28,7 +28,7 @@ class Repeats:
     """What it takes to send a call again, and what has become of its attempts so far."""
 
     def __init__(self, request: Request, timeout: float) -> None:
-        """No attempt has been made yet. Args: timeout: seconds for all attempts together, 0 for none."""
+        """No attempt has been made yet. The timeout is that of all together, 0 for none."""
         self.request = request
         self.timeout = timeout
         self.attempts = 0

@@ -98,7 +98,7 @@ class ServedCalls:
     """
 
     def __init__(self, options: FlowControlOptions, make_deadlines: DeadlinesFactory, name: str) -> None:
-        """Starts no clock yet. Args: options: the bounds. name: of this worker."""
+        """Starts no clock yet. The name is that of this worker."""
         self.waiting: dict[CallKey, ServedCall] = {}
         """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
         self.deferred: dict[CallKey, ServedCall] = {}
