@@ -301,8 +301,8 @@ async def _transfer(messages: list[bytes]) -> None:
         for message in messages:
             yield message
 
-    async def receive(_context: object) -> WorkerInfo:
-        return PEER
+    async def receive(_context: object) -> tuple[WorkerInfo, agent_pb2.Hello]:
+        return PEER, agent_pb2.Hello()
 
     async def abort(*_: object) -> None:
         raise _AbortedError

@@ -143,7 +143,7 @@ CONTRADICTIONS: dict[str, tuple[list[JoinArguments], JoinArguments, str]] = {
         [("a", 0, 3), ("b", 1, 3)],
         ("c", -1, None),
         "^RPC group mixes statically and dynamically initialized members which is not supported: '[ab]' .* was "
-        "started with world_size=3, 'c' .* without a world_size",
+        "started with world_size=3 and 'c' .* without a world_size",
     ),
 }
 
