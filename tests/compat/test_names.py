@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 from gradwire import compat, rpc
-from gradwire.compat import faulty, shutdown
+from gradwire.compat import shutdown
+from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import event, set_event
 
@@ -383,6 +384,22 @@ def test_unknown_messages_are_refused(workers, tmp_path):
     worker.run(on_torch_names, join)
 
 
+def test_options_that_torch_lacks_reach_the_faulty_agent(workers, tmp_path):
+    (worker,) = workers(1)
+
+    def join(torch_rpc):
+        options = torch_rpc._testing.FaultyTensorPipeRpcBackendOptions(
+            4, 30, f"file://{tmp_path / 'meeting'}", messages_to_fail=["PYTHON_CALL"], messages_to_delay={}
+        )
+        options.busy_poll = 0
+        torch_rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+        used = current_agent().options
+        assert (used.busy_poll, used.messages_to_fail) == (0, ["CALL"])
+        torch_rpc.shutdown()
+
+    worker.run(on_torch_names, join)
+
+
 @torch.jit.script
 def plus_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
@@ -489,11 +506,3 @@ def test_received_modules_can_be_traced_as_fairscale_does(torch_workers):
         assert torch_rpc.remote("worker1", trace, (model,)).to_here() == ["0", "1"]
 
     a.run(on_torch_names, check)
-
-
-def test_options_of_the_faulty_backend_that_torch_lacks_are_kept(monkeypatch):
-    monkeypatch.setattr(faulty, "start_faulty_agent", lambda *args: args)
-    options = faulty.construct_options(60.0, "env://", messages_to_fail=["PYTHON_CALL"], num_fail_sends=1)
-    options.busy_poll = 0
-    *_, faults, _ = faulty.start(None, "worker0", 0, 1, options)
-    assert (faults.busy_poll, faults.messages_to_fail, faults.num_fail_sends) == (0, ["CALL"], 1)
