@@ -13,7 +13,7 @@ from tests.rpc.agent.test_several_hosts import join_all, master
 from tests.rpc.peers import links
 from tests.rpc.peers.links import LIVENESS
 
-ROUND_TRIP_S = 0.3
+ROUND_TRIP_S = 0.6
 
 
 def hurry() -> None:
