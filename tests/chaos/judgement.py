@@ -20,10 +20,12 @@ SLACK = {
     "fd eventfd": 4,
     "fd eventpoll": 4,
     "MiB": 250,
+    "thread gradwire-waits-worker#": 1,
     "threads": 24,
 }
 """By how much a figure may differ from what it was before the faults. Connections and pooled segments differ with
-what a worker has sent to whom, and executor threads with how many calls there were at a time."""
+what a worker has sent to whom, and executor threads with how many calls there were at a time. The clock of
+requests that wait for values starts with the first of them."""
 
 POOLED_THREADS = ("thread gradwire-worker", "thread asyncio")
 

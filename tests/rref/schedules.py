@@ -326,11 +326,12 @@ class Schedule(World):
         return handle.fork.is_confirmed or (handle.fork.error is None and not self.killed)
 
     def _envelopes(self) -> list[agent_pb2.Envelope]:
-        """Returns the envelopes that no program has got yet, those that have arrived included."""
+        """Returns the envelopes that programs have yet to get, those that have arrived included."""
         waiting = [part for machine in self.alive for task in machine.tasks for part in task.args]
+        unwanted = set(map(id, self.unwanted))
         return [
             *(flight.envelope for flight in self.flights),
-            *(part for part in waiting if isinstance(part, agent_pb2.Envelope)),
+            *(part for part in waiting if isinstance(part, agent_pb2.Envelope) and id(part) not in unwanted),
         ]
 
     # The end of the program.

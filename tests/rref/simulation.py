@@ -96,6 +96,11 @@ class Machine:
         """Returns another worker, as this one sees it."""
         return self.network.peers.of(other.info)
 
+    def arrived_from(self, other: "Machine") -> list[agent_pb2.Envelope]:
+        """Returns the envelopes of another worker that no thread has taken."""
+        found = [task.args[:2] for task in self.tasks if len(task.args) > 1]
+        return [each for peer, each in found if isinstance(each, agent_pb2.Envelope) and peer.info == other.info]
+
     def run(self, task: Task) -> None:
         with holder.using(self.agent):
             task()
@@ -302,6 +307,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.flights: list[Flight] = []
         self.killed: set[int] = set()
+        self.unwanted: list[agent_pb2.Envelope] = []
+        """Answers that no thread had taken when the connection broke that brought them: the calls have failed."""
         self._timers: list[tuple[float, int, Machine, Task, Callable[[], bool]]] = []
         self._order = itertools.count()
         self._links: set[tuple[Machine, Machine]] = set()
@@ -448,6 +455,13 @@ class World:
             }
             if (here, there) not in self._healing:
                 self._healing.append((here, there))
+            self.unwanted += [
+                envelope
+                for source, envelope in (task.args[:2] for task in here.tasks if len(task.args) > 1)
+                if isinstance(envelope, agent_pb2.Envelope)
+                and envelope.type in ANSWERS
+                and source.info == there.info
+            ]
             here.peer(there).suspect(BROKEN, unsent, waits=True)
 
     def _heal(self, here: Machine, there: Machine) -> None:

@@ -1,5 +1,6 @@
 """The segments of shared memory that another worker has made for this one."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -89,7 +90,7 @@ class MappedSegments:
         if len(self._maps) + len(self._refused) >= 2 * MAX_SEGMENTS:
             raise ValueError(f"segment {number} is one too many")
         if descriptor < 0:
-            self._refused[number] = "no file descriptor was left for it"
+            self._refused[number] = f"no file descriptor was left for it ({os.strerror(errno.EMFILE)})"
             log.warning("no file descriptor is left for a segment of %d bytes", size)
         elif self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
             limit = f"{self._mapped_bytes} bytes are mapped, and max_mapped_bytes is {self._max_bytes}"
@@ -98,7 +99,7 @@ class MappedSegments:
             try:
                 mapped = self._maps[number] = Mapping(descriptor, size, private=is_shared)
             except OSError as error:
-                self._refused[number] = "there is no memory"
+                self._refused[number] = f"there is no memory ({os.strerror(errno.ENOMEM)})"
                 log.warning("cannot map a segment of %d bytes: %s", size, error)
                 return
             self._numbers[mapped.address] = number
