@@ -42,7 +42,7 @@ class Quiescence:
         same calls mean that nothing happened in between. (Mattern's four-counter method, with names for numbers.)
 
         Args:
-            timeout: seconds, 0 for none, after which this raises RpcTimeoutError.
+            timeout: seconds after which this raises RpcTimeoutError; 0 for none.
             failed: the ids of the workers that are known here to have failed, and why; it may grow meanwhile.
 
         Returns:
@@ -72,7 +72,7 @@ class Quiescence:
 
         Args:
             timeout: 0 for none.
-            deadline: when they are over, if they have begun already.
+            deadline: when these seconds are over, by `time.monotonic`, if they have begun already.
         """
         me = self._agent.info.name
         if timeout and deadline is None:

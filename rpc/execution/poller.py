@@ -155,11 +155,11 @@ class Poller:
         self._why_useless = why_useless
 
     def wait(self, seconds: float | None) -> int | None:
-        """Waits for a descriptor or a wake-up, and calls the handler of the descriptor.
+        """Waits so many seconds, None for ever, for a descriptor or a wake-up; calls the descriptor's handler.
 
         Returns:
             The descriptor if it should be waited for again, which is the caller's task (`keep` or `watch_again`);
-            -1 if there is nothing more to do; None if nothing happened in this time, which is None for ever.
+            -1 if there is nothing more to do; None if nothing happened in this time.
         """
         if not (events := self._epoll.poll(seconds, 1)):
             return None

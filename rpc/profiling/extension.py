@@ -180,7 +180,8 @@ class Profiling(Extension):
 
     def close(self) -> None:
         """Stops collecting, and releases the hooks in torch. The agent ends the calls in flight."""
-        self._collectors.clear()
+        with self._lock:
+            self._collectors.clear()
         torch_hooks.release()
 
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:  # noqa: ARG002

@@ -153,8 +153,9 @@ class Call:
 
     def succeed(self, value: object) -> None:
         """Completes it with the value of its answer. Called by whoever has taken it."""
-        self.state, self.abandon = State.DONE, None
-        parts = self.parts
+        self.state, parts = State.DONE, self.parts
+        if self.abandon is not None:  # its worker may have answered what it has not been sent
+            self._end_wait()
         if self.repeats is not None:
             self.future.set_cancel(None)  # which refers to this
         if self.handler.user_values and parts.extensions.has_on_complete:
@@ -203,6 +204,6 @@ class Call:
             self.future.set_exception(error)
 
     def _end_wait(self) -> None:
-        abandon, self.abandon = self.abandon, None  # which refers to this
+        abandon, self.abandon = self.abandon, None
         if abandon is not None:
             abandon()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from gradwire.errors import (
     LossCause,
     Outcome,
@@ -338,4 +339,43 @@ def test_an_attempt_that_waits_for_capacity_counts_no_longer_when_its_worker_is_
     assert not caller.kept
     caller.fail_all(RuntimeError("the agent ends"))  # type: ignore[arg-type]
     loop.run_ready()
+    loop.close()
+
+
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_an_answer_to_a_call_that_has_not_been_sent_ends_its_wait(is_confirmed):
+    loop, threads = VirtualTime(), Threads()
+    world: Any = World(loop)
+    extensions = Extensions(Packer())
+    extensions.add(Ends())
+    peer = world.peer = silent_peer(PEER, [], threads, world)
+    parts = call_parts(
+        peer, extensions, threads, CallCounter(), FlowControlOptions(max_in_flight=1), world.call_soon
+    )
+    caller = Caller(parts, world, Clock)  # type: ignore[arg-type]
+
+    def answer(identifier: int) -> None:
+        if is_confirmed:
+            caller.on_confirmed(PEER, (identifier,))
+        else:
+            caller.receive(peer, agent_pb2.Envelope(id=identifier, type=RESULT), read_inline)
+        threads.run()
+
+    caller.send(PEER, Request(CALL, None), 0)
+    waiting = loop.create_task(caller.send_async(PEER, Request(CALL, None), 60))
+    loop.run_ready()
+    assert not waiting.done()
+    answer(2)  # by a worker that guesses its id; its timeout does not end the wait any more
+    loop.run_ready()
+    assert waiting.done()
+    assert waiting.result().done()
+    assert not peer.window.waiting
+    answer(1)
+    peer.suspect(BROKEN, (), waits=True)
+    postponed = caller.send(PEER, Request(CALL, None, keep=object()), 0)
+    answer(3)
+    assert postponed.done()
+    assert not peer.window.calls
+    assert not caller._postponed
+    assert not caller.kept
     loop.close()
