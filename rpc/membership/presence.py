@@ -2,13 +2,11 @@
 
 import socket
 from enum import Enum, auto
-from typing import Any
 
 from ...net.host_identity import network_id
 from ...net.interfaces import is_local
 from ...net.user_sockets import UNIX_SCHEME
 from ..contracts.member import Member
-from ..transports.probe import tcp_socket
 from .addresses import ListenAddress, identity
 
 __all__ = ["Presence", "presence_of"]
@@ -37,10 +35,7 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
     if not is_here and (member.has_unix_socket or is_local(member.host)):
         return Presence.ALIVE  # as far as can be told: elsewhere its address means something else
     try:
-        connection, target = _socket_to(where.reach(member.address))
-        with connection:
-            connection.settimeout(seconds)
-            connection.connect(target)
+        with _connect(where.reach(member.address), seconds) as connection:
             connection.sendall(_OPENING)
             connection.recv(1)
     except (ConnectionRefusedError, FileNotFoundError):
@@ -52,8 +47,15 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
     return Presence.ALIVE
 
 
-def _socket_to(target: str) -> tuple[socket.socket, Any]:
-    """Returns an unconnected socket for a target, and what to connect it to."""
-    if target.startswith(UNIX_SCHEME):
-        return socket.socket(socket.AF_UNIX), target.removeprefix(UNIX_SCHEME)
-    return tcp_socket(target)
+def _connect(target: str, seconds: float) -> socket.socket:
+    if not target.startswith(UNIX_SCHEME):
+        host, _, port = target.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), seconds)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(seconds)
+    try:
+        connection.connect(target.removeprefix(UNIX_SCHEME))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from gradwire import launch, rpc
@@ -246,3 +247,20 @@ def test_what_answers_nothing_is_silent_and_what_refuses_is_gone(listens):
             server.listen()
         member = Member(WorkerInfo("a", 0), f"127.0.0.1:{server.getsockname()[1]}", 0)
         assert presence_of(member, ListenAddress(None), 0.2) is (Presence.SILENT if listens else Presence.GONE)
+
+
+def test_a_link_local_address_is_asked_on_its_interface():
+    from gradwire.net.addresses import format_address
+    from gradwire.rpc.contracts.member import Member
+    from gradwire.rpc.contracts.worker import WorkerInfo
+    from gradwire.rpc.membership.addresses import ListenAddress
+    from gradwire.rpc.membership.presence import Presence, presence_of
+
+    every = [each.address for interface in psutil.net_if_addrs().values() for each in interface]
+    host = next((each for each in every if each.startswith("fe80:") and "%" in each), None)
+    if host is None:
+        pytest.skip("no interface has a link-local address")
+    with socket.socket(socket.AF_INET6) as server:
+        server.bind(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4])
+        member = Member(WorkerInfo("a", 0), format_address(host, server.getsockname()[1]), 0)
+        assert presence_of(member, ListenAddress(None, any_host=True), 5.0) is Presence.GONE
