@@ -140,7 +140,7 @@ class Handshake:
         """Returns the worker that sent a hello, once `open` has been called.
 
         Raises RefusedError if its certificate is for another worker, or it has another version of the protocol,
-        belongs to another job, or is no member.
+        belongs to another job, or is no member, or says that it is this worker.
         """
         name = f"'{printable(hello.worker_name)}'"
         if reason := self.endpoint.why_refused(context, hello.worker_name):
@@ -156,6 +156,8 @@ class Handshake:
             raise RefusedError(
                 f"worker {self.me.name!r} refuses {name}: its connection has number {hello.connection}"
             )
+        if (hello.worker_id, hello.worker_name) == (self.me.wire_id, self.me.name):
+            raise RefusedError(f"worker {self.me.name!r} does not admit {name}: that is itself")
         await self._is_open.wait()
         version = RosterVersion(hello.roster.length, hello.roster.digest)
         if hello.worker_id not in self._members and version.length:

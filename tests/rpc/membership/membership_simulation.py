@@ -219,8 +219,8 @@ class SimulatedWorker(WorkerWatcher):
         """Lets another worker in, or refuses it."""
         try:
             peer = self.peers.by_id.get(hello.worker_id)
-            if peer is not None and peer.stream is None:
-                raise RefusedError(f"it has given this worker up: {peer.refusal}")
+            if peer is not None and peer.end is not None:
+                raise RefusedError(f"it has given this worker up: {peer.end.reason}")
             worker = await self.handshake.admit(hello, None)
         except RefusedError as refusal:
             self.group.answer(self, source, source.on_refusal, self.info, refusal)

@@ -63,6 +63,7 @@ HELLO = agent_pb2.Hello(protocol=PROTOCOL, group="test", worker_id=1, worker_nam
         ({"group": "another"}, "belongs to another job"),
         ({"worker_id": 7}, "knows no 'agent1' with id 7"),
         ({"worker_name": "eve"}, "knows no 'eve' with id 1"),
+        ({"worker_id": 0, "worker_name": "agent0"}, "does not admit 'agent0': that is itself"),
     ],
 )
 @pytest.mark.parametrize("method", [EXCHANGE_METHOD, TRANSFER_METHOD])
