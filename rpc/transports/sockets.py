@@ -158,7 +158,8 @@ class SocketListener:
         return None
 
     async def close(self) -> None:
-        """Stops listening; connections that were not asked for are closed."""
+        """Stops listening, and offers nothing any more; connections that were not asked for are closed."""
+        self.kinds = ()
         self._offered.clear()
         for task in self._tasks:
             task.cancel()

@@ -1,5 +1,6 @@
 """Bulk connections bring payloads into their memory however the bytes are split, and trust no header."""
 
+import asyncio
 import concurrent.futures
 import gc
 import itertools
@@ -9,6 +10,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +32,10 @@ from gradwire.rpc.channels.bulk.parts import (
 )
 from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
 from gradwire.rpc.channels.bulk.sending import SendingBundle
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.transports.bulk_sockets import BulkSockets
+from gradwire.rpc.transports.sockets import UNIX, SocketListener
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -415,3 +421,20 @@ def rpc_through(a, b):
 def test_the_number_of_connections_is_checked(value):
     with pytest.raises(ValueError, match=f"bulk_connections is {value!r}: give a"):
         rpc.ChannelOptions(bulk_connections=value)
+
+
+def test_a_worker_that_shuts_down_offers_no_connections():
+    """A peer may ask for them until its stream has ended, and nobody would close them any more."""
+    answers: list[agent_pb2.Frame] = []
+    peer: Any = SimpleNamespace(info=WorkerInfo("peer", 1), is_on_this_host=True, send_frame=answers.append)
+    listener: Any = SimpleNamespace(on_offered=lambda _: True)
+
+    async def ask() -> None:
+        sockets = SocketListener(asyncio.get_running_loop(), [UNIX])
+        await sockets.close()
+        request = agent_pb2.BulkRequest(bundle=1, connections=2)
+        BulkSockets(asyncio.get_running_loop(), sockets).on_request(peer, request, listener)
+        assert answers == [agent_pb2.Frame(bulk_offer=agent_pb2.BulkOffer(bundle=1))]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(ask())
