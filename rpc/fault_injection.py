@@ -53,8 +53,7 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    of_rooms = *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS
-    kinds = [CANCELLED, CONFIRMED, *of_rooms]
+    kinds = [CANCELLED, CONFIRMED, *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS]
     classes = [each for each in DEFAULT_EXTENSIONS if isinstance(each, type) and issubclass(each, Extension)]
     return sorted([*kinds, *(kind for extension in classes for kind in extension.control_kinds)])
 

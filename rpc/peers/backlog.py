@@ -72,7 +72,7 @@ class Backlogs:
         Args:
             backlog: of the caller.
             resume: called on the event loop when the call may begin to run. Must not block.
-            is_call: False for a stream, which waits between two items, and of which there is a bound by itself.
+            is_call: False for a stream, which waits between two items; another bound holds for their number.
 
         Raises:
             LimitReachedError: more calls of the worker wait than it may have in flight, by the options here.

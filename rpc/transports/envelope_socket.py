@@ -125,7 +125,7 @@ class EnvelopeSocket:
         self._send_numbers(FrameKind.DROPPED, numbers)
 
     def send_spent(self, numbers: Sequence[int]) -> None:
-        """Tells the peer of its segments that only children of this worker still use."""
+        """Tells the peer of segments to drop: this worker could not map them, or children of it still use them."""
         self._send_numbers(FrameKind.SPENT, numbers)
 
     def _send_numbers(self, kind: FrameKind, numbers: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ class SegmentSender(Protocol):
         """Tells the peer of segments that this worker will not use again."""
 
     def send_spent(self, numbers: Sequence[int]) -> None:
-        """Tells the peer of its segments that only children of this worker still use."""
+        """Tells the peer of segments to drop: this worker could not map them, or children of it still use them."""
 
 
 class SegmentListener(Protocol):
@@ -45,7 +45,7 @@ class SegmentListener(Protocol):
         """Handles segments of this worker that the peer does not use any more."""
 
     def on_spent(self, numbers: Sequence[int]) -> None:
-        """Handles segments of this worker that only children of the peer still use."""
+        """Handles segments to drop: the peer could not map them, or children of it still use them."""
 
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Handles segments that the peer will not use again."""

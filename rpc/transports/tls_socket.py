@@ -45,7 +45,7 @@ class TlsSocket:
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, host_name: str | None) -> None:
         """Takes over a connected socket. The peer's certificate must be for `host_name`.
 
-        The name is None if this side has accepted the connection; the context is for the side that this one is on.
+        If this side has accepted the connection, that is None, and the context is a server's, else a client's.
         """
         connection.settimeout(0)
         self._socket = connection

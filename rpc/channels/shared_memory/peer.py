@@ -149,7 +149,7 @@ class PeerSegments:
             self.on_others_released(numbers)
 
     def on_spent(self, numbers: Sequence[int]) -> None:
-        """Takes back segments that only children of the other worker still use."""
+        """Takes back segments to drop: the other worker could not map them, or children of it still use them."""
         for pool in (self.pool, *self.shared_pools):
             pool.take_back(self, numbers, spent=True)
         self._unmapper.drop(self.pool.take_spent())  # which nobody else knows

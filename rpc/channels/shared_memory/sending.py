@@ -144,7 +144,7 @@ class SegmentPool:
         return None
 
     def take_back(self, receiver: Hashable, numbers: Iterable[int], *, spent: bool = False) -> None:
-        """Takes back segments that a receiver, or all but its children, does not use any more; ignores others."""
+        """Takes back segments that a receiver does not use any more, for good if spent; ignores others."""
         with self._lock:
             self._take_ended()
             for number in numbers:
@@ -197,7 +197,7 @@ class SegmentPool:
         return [*self.take_spent(), *([] if was_used else self._drop_free())]
 
     def take_spent(self) -> list[Segment]:
-        """Drops the segments that children may read, when nobody else uses them any more, and returns them."""
+        """Drops the spent segments that no receiver uses any more, and returns them."""
         with self._lock:
             self._take_ended()
             dropped, self.spent = self.spent, []
