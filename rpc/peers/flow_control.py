@@ -133,8 +133,8 @@ class FlowControl:
     def admit(self, window: Window, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
         """Counts a call with arguments of so many bytes as in flight, or has it wait for that.
 
-        If it `blocks` the thread in the wait, that must not run an event loop. Returns None if the call is
-        admitted; else it is when `woken` of the waiter is done, unless it has failed.
+        `blocks` tells whether the thread would block in the wait, which that of an event loop must not. Returns
+        None if the call is admitted; else it is when `woken` of the waiter is done, unless it has failed.
 
         Raises:
             SendQueueFullError: the call may not wait.
