@@ -61,8 +61,10 @@ class PollingThread:
 
     def _run(self) -> None:
         idle_polls = 0
-        while not self._is_closed:
+        while True:
             self._wake.clear()
+            if self._is_closed:  # looked at after the clear, which may have taken the wake-up of `close`
+                return
             poll = self._poll_method()
             pause_s = None if poll is None else poll()
             del poll  # must not keep its object alive while this thread sleeps
