@@ -140,6 +140,8 @@ class MpiOperation:
                 pause.pause(test_start)
         finally:
             self.waiters -= 1
+            if not self._is_done:  # as after a timeout: nobody tests the operation now
+                self._progress.thread.start()
         if self._error is not None:
             raise self._error
 

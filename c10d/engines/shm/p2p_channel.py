@@ -203,6 +203,8 @@ class P2PChannels:
         finally:
             with self._lock:
                 receive.waiters -= 1
+            if not receive.is_done:  # as after a timeout: nobody reads the channels now
+                self._progress_thread.start()
 
     def poll(self, receive: PendingReceive) -> bool:
         """Reads what has arrived, and returns whether the receive is done."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gradwire.errors import GroupAbortedError, RankLostError
 
-from tests.c10d.members import receive, send
+from tests.c10d.members import MIB, opened, receive, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
@@ -74,6 +74,30 @@ def test_a_receive_goes_on_after_a_wait_for_it_timed_out(pair):
     asked = pair[1].start(time_out_then_wait_again)
     pair[0].run(send_on_request)
     assert asked.result() == [True, False, [1.0, 1.0, 1.0]]
+
+
+def time_out_then_wait_elsewhere(key: str) -> None:
+    """Gives up a wait for a message, then waits until its sender says that it has been received."""
+    tensor = torch.zeros(4 * MIB)
+    work = dist.irecv(tensor, 0)
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(seconds=1))  # by then a progress thread has nothing to do any more
+    opened[-1].set(f"{key} can come", "")
+    opened[-1].wait([f"{key} is received"], timedelta(seconds=20))
+    work.wait()
+    assert tensor.sum().item() == 4 * MIB
+
+
+def send_when_it_can_come(key: str) -> None:
+    opened[-1].wait([f"{key} can come"])
+    dist.send(torch.ones(4 * MIB), 1)  # more than fits into the buffers between the two ranks
+    opened[-1].set(f"{key} is received", "")
+
+
+def test_a_receive_goes_on_while_nobody_waits_after_a_timeout(pair):
+    asked = pair[1].start(time_out_then_wait_elsewhere, "the message")
+    pair[0].run(send_when_it_can_come, "the message")
+    asked.result()
 
 
 def receive_without_waiting() -> list[object]:
