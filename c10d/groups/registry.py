@@ -96,9 +96,7 @@ class GroupFactory:
         Engines for other devices are made with the first operation there, since torch names those backends only
         later. The options are torch's _DistributedBackendOptions, and the user's `pg_options`.
         """
-        if not isinstance(group_options, GroupOptions | None):
-            raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
-        group_options = group_options or GroupOptions()
+        group_options = _checked(GroupOptions() if group_options is None else group_options)
         if getattr(options, "enable_reconfigure", False):  # an argument of init_process_group from torch 2.14 on
             group_options = group_options.with_reconfigure(enabled=True)
         store = options.store
@@ -189,7 +187,14 @@ class GroupFactory:
         core = member.core
         store = PrefixStore(f"part/{member.generation}/{name}", member.store)
         global_ranks = tuple(core.global_ranks[rank] for rank in ranks)
-        return self._make(store, name, list(ranks).index(core.rank), global_ranks, timeout, group_options)
+        rank, options = list(ranks).index(core.rank), _checked(group_options)
+        return self._make(store, name, rank, global_ranks, timeout, options)
+
+
+def _checked(options: Any) -> GroupOptions:
+    if not isinstance(options, GroupOptions):
+        raise TypeError(f"pg_options is {options!r}: give gradwire.c10d.GroupOptions")
+    return options
 
 
 def _engine_setup(device: str, core: GroupCore, timeout_s: float) -> Setup:

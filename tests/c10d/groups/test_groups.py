@@ -187,6 +187,8 @@ def refuse() -> None:
         c10d.split_group(split_ranks=[[0, 1], [1, 2]])
     with pytest.raises(ValueError, match=r"0 to 2, once at most"):
         c10d.split_group(split_ranks=[[3]])
+    with pytest.raises(TypeError, match=r"pg_options is \[\'shm\'\]: give gradwire.c10d.GroupOptions"):
+        c10d.split_group(split_ranks=[[0]], pg_options=["shm"])
 
 
 def test_bad_splits_are_refused(three):
