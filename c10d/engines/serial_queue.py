@@ -121,7 +121,10 @@ class SerialQueue:
         """Held while a task of this queue accepts a callback or becomes done."""
 
     def submit(self, function: Callable[[], PendingOperation | int | None], *, needs_thread: bool) -> SerialTask:
-        """Adds a task, which returns what an engine's operation does. The caller waits if it needs no thread."""
+        """Adds a task, whose function returns what an operation of an engine returns (engines/base.py).
+
+        With `needs_thread`, the queue's thread runs it; without, the caller is about to wait for it.
+        """
         task = SerialTask(self, function)
         self._tasks.append(task)
         if needs_thread:

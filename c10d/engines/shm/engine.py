@@ -277,6 +277,7 @@ class ShmEngine(Engine):
 
     def fail(self, error: Exception) -> None:
         """Wakes all threads that wait here with `error`, and tells the other ranks that this one has left."""
+        super().fail(error)
         self._peers.leave(error)
 
 
