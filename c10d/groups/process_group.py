@@ -1,8 +1,8 @@
 """The process group that users and torch hold.
 
 ProcessGroup is a subclass of torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and others run on it.
-Its methods turn each operation into a CollectiveCall (collectives.py); a GroupCore has an
-engine carry it out; the caller gets a GroupWork.
+Its methods turn each operation into a CollectiveCall (collectives.py); a GroupCore has an engine carry it out; the
+caller gets a GroupWork.
 
 It is its own backend, for all devices: torch's groups have one for each device, and torch.distributed looks for it
 when it splits groups, connects devices early, or chooses the device for objects and barriers.

@@ -36,8 +36,8 @@ def gather_hosts(
 def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[int] = ()) -> str:
     """Returns why ranks must not be connected without credentials; empty if they may be.
 
-    On several hosts, or as several users of one, all of them must allow it. Returns the same on all ranks. The
-    message says what connects them. The ranks to which the hosts belong are 0, 1 and so on by default.
+    On several hosts, or as several users of one, all of them must allow it. Returns the same on all ranks. `what`
+    names what connects them. The hosts are those of these ranks; of ranks 0, 1 and so on if none are given.
     """
     pairs = zip(ranks or range(len(hosts)), hosts, strict=True)
     refusing = [str(rank) for rank, host in pairs if not host.insecure]
