@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ..errors import RRefError
 from ..rpc.calls.handler import run_function
 from ..rpc.calls.sending import send_call
 from ..rpc.contracts.agent import Destination, current_agent
@@ -18,6 +19,7 @@ from .ids import GlobalId, name_needed
 
 __all__ = [
     "call_method",
+    "check_agent",
     "check_attribute",
     "create_value",
     "method_of_call",
@@ -78,6 +80,14 @@ def request_confirmation(handle: Handle) -> None:
     _request(handle, _confirm_creation, (), 0.0)
 
 
+def check_agent(handle: Handle) -> None:
+    """Raises RRefError if a handle is of a former agent: the present one may give its id to another value."""
+    if handle.agent is not current_agent():
+        raise RRefError(
+            f"{handle.id} is of an agent that has shut down. Cannot call fork an UserRRef after deletion."
+        )
+
+
 def check_attribute(handle: Handle, name: str, timeout: float) -> None:
     """Asks the owner of a value whether it has an attribute. Raises AttributeError if it has not."""
     _request(handle, _require_attribute, (name,), timeout).wait()
@@ -92,6 +102,7 @@ def _request(
     name: str | None = None,
 ) -> Future[Any]:
     """Calls `function(id of the value, *args)` on the owner."""
+    check_agent(handle)
     return send_call(
         handle.owner,
         function,

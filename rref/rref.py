@@ -20,6 +20,7 @@ from .handles import OwnerHandle, UserHandle, references_of
 from .ids import name_needed
 from .methods import (
     call_method,
+    check_agent,
     check_attribute,
     create_value,
     request_confirmation,
@@ -223,8 +224,9 @@ class RRef(Generic[T_co]):
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Returns the type of the value, for which the owner is asked once; a future of it if not `blocking`."""
         if self._type is None and self.is_owner():
+            kind = type(self.local_value())
             self._type = torch.futures.Future()
-            self._type.set_result(type(self.local_value()))
+            self._type.set_result(kind)
         elif self._type is None:
             self._type = request_type(self._handle, timeout)
         asked = self._type
@@ -258,6 +260,7 @@ class RRef(Generic[T_co]):
     ) -> "RRef[Any]":
         # A missing attribute is an error now, not when the result is fetched. So is the time-out of a creation.
         handle, asked = self._handle, self._type
+        check_agent(handle)
         handle.check_usable(self, "fork an UserRRef")
         kind = None if asked is None or not asked.done() or error_of(asked) is not None else asked.value()
         if kind is None or not hasattr(kind, name):

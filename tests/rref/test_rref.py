@@ -141,6 +141,35 @@ def test_the_repr_of_a_reference_that_has_outlived_its_agent(workers):
     assert "owner='worker1'" in shown
 
 
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
+def test_a_reference_that_has_outlived_its_agent_does_not_name_a_value_of_the_next_one(workers, tmp_path, how):
+    (a,) = workers.rpc(1)
+
+    def check() -> None:
+        former = rpc.RRef(Counter(1))
+        assert former.remote().add(1).to_here() == 2  # from now on it knows the class
+        rpc.shutdown()
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/again")
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        present = rpc.RRef(Counter(10))
+        assert present._handle.id == former._handle.id
+        with pytest.raises(RRefError, match="of an agent that has shut down"):
+            getattr(former, how)().add(1)
+        assert present.local_value().value == 10
+
+    a.run(check)
+
+
+def test_a_value_that_could_not_be_made_has_no_type(three_workers):
+    def check() -> None:
+        mine = rpc.remote("worker0", failing)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no value"):
+                mine._get_type()
+
+    three_workers[0].run(check)
+
+
 def test_a_reference_to_a_value_here(three_workers):
     def check() -> None:
         value = torch.ones(3)
