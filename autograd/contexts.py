@@ -20,6 +20,9 @@ __all__ = ["Contexts"]
 MAX_JOINED_CONTEXTS = 1 << 14
 """Contexts that have not ended and that messages of one other worker have brought to a worker."""
 
+MAX_REASON_CHARACTERS = 1024
+"""Characters that are kept of how a creator was lost for another worker, which has told it."""
+
 
 @final
 class Contexts:
@@ -235,7 +238,7 @@ class Contexts:
         context_id, told, lost = payload
         if type(context_id) is not int or not isinstance(told, frozenset | set) or type(lost) is not str:
             raise ValueError("malformed message: it ends no context")
-        self.release(context_id, sender=sender.wire_id, told=told, lost=lost)
+        self.release(context_id, sender=sender.wire_id, told=told, lost=lost[:MAX_REASON_CHARACTERS])
 
     def _on_joined(self, sender: WorkerInfo, payload: Any) -> None:
         """Ends a context of this worker on another one that has a part in it: now, if it has ended, or with it."""

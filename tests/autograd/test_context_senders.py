@@ -147,6 +147,16 @@ def test_who_ends_contexts_of_others_beforehand_ends_them_for_himself(agents):
     assert len(contexts_of(b)) == 1
 
 
+def test_little_is_kept_of_how_a_creator_was_lost_for_others(agents, monkeypatch):
+    monkeypatch.setattr(contexts, "MAX_REASON_CHARACTERS", 8)
+    a, b, c = agents(3)
+    identifier = a.info.id << 48 | 5
+    call_in(identifier, c, b)
+    assert tell(c, b, "autograd.release", (identifier, frozenset(), "x" * 100)) is None
+    with pytest.raises(AutogradError, match="is lost: x{8}(?!x)"):
+        call_in(identifier, a, b)
+
+
 def lose(monkeypatch, agent, lost) -> None:
     """Has one agent take another for lost, which the others do not."""
     end = WorkerEnd(LossCause.DISCONNECTED, "its connection broke")
