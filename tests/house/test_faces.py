@@ -16,7 +16,7 @@ WITHOUT_NAMES = [ROOT / "proto" / "__init__.py", ROOT / "proto" / "generate.py"]
 def test_every_module_says_what_it_offers(path):
     name = "gradwire" if path == ROOT / "__init__.py" else f"gradwire.{module_name(path)}"
     module = importlib.import_module(name)
-    compat.uninstall()  # compat/startup.py installs it
+    compat.uninstall()  # compat/import_hooks.py installs it
     assert module.__doc__
     offered = getattr(module, "__all__", [])
     assert len(offered) == len(set(offered))
