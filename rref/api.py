@@ -10,7 +10,7 @@ from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
 from ..rpc.execution.futures import Future
 from ..rpc.wire.script import not_scriptable
 from .ids import name_needed
-from .methods import create_value, run_with_values
+from .methods import check_agent, create_value, run_with_values
 from .rref import RRef
 
 __all__ = ["call_needing", "call_with_values", "remote", "remote_needing"]
@@ -103,6 +103,8 @@ def remote(
 def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Calls `function(values, *args)` on the worker that owns the values of all references. Makes no forks."""
     handles = [rref._handle for rref in rrefs]
+    for handle in handles:
+        check_agent(handle)
     identifiers, kept = [handle.id for handle in handles], [handle.keep_alive for handle in handles]
     call, owner = (list(map(tuple, identifiers)), function, args), rrefs[0].owner()
     header = partial(name_needed, identifiers)

@@ -230,5 +230,7 @@ def test_a_value_fails_whose_creating_message_is_refused(agents, monkeypatch):
     with holder.using(creator):
         with autograd.context():
             rref = rpc.remote(owner.info, add, (1, 2))
+            # A message of an ended context is not refused.
+            wait_until(lambda: "limit" in owner.debug_info()["audit"].get("messages", {}))
         with pytest.raises(LimitReachedError, match="autograd contexts of worker 0"):
             rref.to_here(timeout=5)
