@@ -66,7 +66,7 @@ class Machine:
     world: "World"
     info: WorkerInfo
     alive: bool = True
-    tasks: deque[Task] = field(default_factory=deque)
+    tasks: deque[partial[None]] = field(default_factory=deque)
     """Those of the executor, in any order."""
     control: deque[Task] = field(default_factory=deque)
     """Those of the scheduler, one after another."""
@@ -455,13 +455,7 @@ class World:
             }
             if (here, there) not in self._healing:
                 self._healing.append((here, there))
-            self.unwanted += [
-                envelope
-                for source, envelope in (task.args[:2] for task in here.tasks if len(task.args) > 1)
-                if isinstance(envelope, agent_pb2.Envelope)
-                and envelope.type in ANSWERS
-                and source.info == there.info
-            ]
+            self.unwanted += [each for each in here.arrived_from(there) if each.type in ANSWERS]
             here.peer(there).suspect(BROKEN, unsent, waits=True)
 
     def _heal(self, here: Machine, there: Machine) -> None:
