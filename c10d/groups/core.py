@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from ..torch_types import TorchStore
 from .options import GroupOptions
 from .profile_events import OperationEvent
 
-__all__ = ["GroupCore"]
+__all__ = ["GroupCore", "Place"]
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,23 @@ ends the wait itself."""
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which group it is, and which rank of it this process has.
+
+    name: under which torch registers the group.
+    backend: name under which the group's backend is registered.
+    rank: of this process; -1 in a group that gets its ranks from `reconfigure`.
+    global_ranks: the rank in the default group of each rank of this group; none if it has no ranks yet.
+    """
+
+    name: str
+    backend: str
+    rank: int
+    global_ranks: tuple[int, ...]
+
+
+@final
 class GroupCore:
     """The parts of one process group on one rank. Owned by a ProcessGroup, and closed by it or after it.
 
@@ -76,9 +94,6 @@ class GroupCore:
 
     Args:
         store: shared by the ranks, and used by this group alone, which closes it.
-        global_ranks: the rank in the default group of each rank of this group; none if the group gets them from
-            `reconfigure`; `rank` is then -1.
-        backend: name under which the group's backend is registered.
         make_engine: makes the engine for a type of device; returns the name of its backend, and the engine. Called
             only while somebody calls the group.
     """
@@ -86,29 +101,25 @@ class GroupCore:
     def __init__(
         self,
         store: PrefixStore,
-        rank: int,
-        *,
-        name: str,
-        global_ranks: Sequence[int],
-        backend: str,
+        place: Place,
         timeout: timedelta,
         options: GroupOptions,
         make_engine: "Callable[[str, GroupCore], tuple[str, Engine]]",
     ) -> None:
         self.store: Final[TorchStore] = store  # C++ does not keep a store alive that is a Python object
         self.insecure: Final = allows_insecure(is_insecure_store(store))
-        self.rank: Final = rank
-        self.size: Final = len(global_ranks) if global_ranks else -1  # as torch has it for groups without ranks
-        self.global_ranks: Final = tuple(global_ranks)
-        self.backend: Final = backend
+        self.rank: Final = place.rank
+        self.global_ranks: Final = place.global_ranks
+        self.size: Final = len(self.global_ranks) or -1  # as torch has it for groups without ranks
+        self.backend: Final = place.backend
         self.options: Final = options
-        self.name = name
+        self.name = place.name
         self.description = "undefined"
         self.set_timeout(timeout)
         self._process = os.getpid()
         self._recorder = FlightRecorder(options.flight_recorder_size)
         self._consistency_check = (
-            ConsistencyCheck(PrefixStore("check", store), rank, self.global_ranks)
+            ConsistencyCheck(PrefixStore("check", store), self.rank, self.global_ranks)
             if options.should_check_calls()
             else None
         )
@@ -118,7 +129,7 @@ class GroupCore:
         self._backends: dict[str, str] = {}
         self._lock = threading.Lock()
         self._engine_lock = threading.Lock()  # held while an engine is made, during which the group may fail
-        self.failure: Exception | None = None if global_ranks else ProcessGroupError(NO_RANKS)
+        self.failure: Exception | None = None if self.global_ranks else ProcessGroupError(NO_RANKS)
         self._failure_detector: FailureDetector | None = None
         self._closing = threading.Event()
         self.departures: Final[dict[int, RankLostError]] = {}

@@ -32,7 +32,7 @@ from ..stores.prefix import PrefixStore
 from ..stores.sealed import SealedStore, seal
 from ..torch_types import TorchStore
 from .collectives import Collectives
-from .core import GroupCore
+from .core import GroupCore, Place
 from .member import GroupMember
 from .options import GroupOptions
 from .process_group import ProcessGroup
@@ -130,16 +130,7 @@ class GroupFactory:
         def form(
             part: PrefixStore, rank: int, global_ranks: tuple[int, ...], timeout: timedelta, connect_s: float
         ) -> GroupCore:
-            core = GroupCore(
-                part,
-                rank,
-                name=name,
-                global_ranks=global_ranks,
-                backend=self.name,
-                timeout=timeout,
-                options=options,
-                make_engine=make_engine,
-            )
+            core = GroupCore(part, Place(name, self.name, rank, global_ranks), timeout, options, make_engine)
             try:
                 if core.size > 1:
                     core.start_failure_detector(connect_s)

@@ -274,6 +274,7 @@ class Executor:
         """In a forked child, which has none of the threads: drops the tasks, and has waits raise an error."""
         self._lock = threading.Lock()
         self._thread_ended = threading.Condition(self._lock)
+        self._saturated = threading.Condition(self._lock)
         self._closed = self.is_inherited = True
         self._tasks.clear()
         self._urgent.clear()

@@ -94,20 +94,20 @@ class Call:
     timeout: float
     depth: int
     repeats: Repeats | None = None
-    identifier: int = 0
+    identifier: int = field(default=0, init=False)
     """Of the latest attempt."""
-    state: State = State.NEW
-    message: Outgoing | None = None
+    state: State = field(default=State.NEW, init=False)
+    message: Outgoing | None = field(default=None, init=False)
     """What is sent, or what is left of it: see `note_sent`."""
     future: Future[Any] = field(init=False)
     """Set with the first attempt."""
-    abandon: Callable[[], None] | None = None
+    abandon: Callable[[], None] | None = field(default=None, init=False)
     """Ends its wait for capacity, or for its worker."""
-    waits_since: float = 0.0
+    waits_since: float = field(default=0.0, init=False)
     """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
-    is_expired: bool = False
+    is_expired: bool = field(default=False, init=False)
     """Whether its time is up; it is about to be taken back, and to fail."""
-    is_withdrawn: bool = False
+    is_withdrawn: bool = field(default=False, init=False)
     """Whether it was taken back before anything of it was sent."""
 
     # Before it is sent.
