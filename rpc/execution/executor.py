@@ -32,6 +32,7 @@ from typing import Any, final
 from .interruptions import start_thread
 from .poller import OnReady, Poller
 from .waiter import Wakeable
+from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
 
 __all__ = ["Executor"]
 
@@ -51,19 +52,6 @@ The second additional thread takes twice that, the third one three times that, u
 """
 
 MAX_STALL_TIMEOUT_S = 0.25
-
-WATCH_INTERVAL_S = 0.001
-"""Seconds that a thread may keep a socket, and what it has read, while it runs a function; until the next look."""
-
-MAX_WATCH_INTERVAL_S = 0.008
-"""Seconds between two looks after some that have found nothing to take over: to look, a thread needs the
-interpreter, and the others have to wait for it."""
-
-WATCH_FOR_S = 0.02
-"""Seconds after the last busy socket in which a waiting thread looks after the others."""
-
-MAX_WATCHERS = 2
-"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
 
 WNOTHREAD = 0x20000000
 WALL = 0x40000000
@@ -171,10 +159,7 @@ class Executor:
         self.poller = Poller(busy_poll)
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
-        self._watch_until = 0.0
-        """When it is long enough ago that a socket was busy, by the monotonic clock."""
-        self._watch_interval = WATCH_INTERVAL_S
-        """Seconds until the next look. Not reset by each message: most functions take less time."""
+        self._watch = Watch(self.poller, self._has_undone)
         self._to_wake: deque[Wakeable] = deque()
         """What threads wait by that are to be woken. A thread that is woken needs the interpreter, which the one
         that wakes it still has: so that one wakes it when it has nothing more to do."""
@@ -428,7 +413,7 @@ class Executor:
                 has_ticked = False
                 continue
             seconds = None if self.here.stays else IDLE_TIMEOUT_S
-            has_ticked = not (self._watch() if watches else self._poll(seconds))
+            has_ticked = not (self._watch.wait(self._poll) if watches else self._poll(seconds))
             is_idle = has_ticked and not watches
             if has_ticked and watches:
                 self._wake_all()
@@ -446,7 +431,7 @@ class Executor:
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self.poller.kept or self._to_wake) or time.monotonic() < self._watch_until
+        return bool(self.poller.kept or self._to_wake) or time.monotonic() < self._watch.until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
@@ -474,20 +459,6 @@ class Executor:
                 self.poller.close()
         return True
 
-    def _watch(self) -> bool:
-        """Waits, and looks after the other threads now and then; returns whether something has happened.
-
-        If not, there is something to do for a thread that watches, or nothing to watch any more.
-        """
-        while not self._poll(self._watch_interval):
-            if self._has_undone() or self.poller.is_kept_for(WATCH_INTERVAL_S):
-                self._watch_interval = WATCH_INTERVAL_S
-                return False
-            if not self.poller.kept and time.monotonic() >= self._watch_until:
-                return False
-            self._watch_interval = min(2 * self._watch_interval, MAX_WATCH_INTERVAL_S)
-        return True
-
     def _poll(self, seconds: float | None) -> bool:
         """Waits for a socket or a wake-up, and reads the socket; returns whether there was one in time."""
         poller = self.poller
@@ -498,7 +469,7 @@ class Executor:
             return False
         if descriptor >= 0:
             if poller.is_busy:
-                self._watch_until = poller.last_ready + WATCH_FOR_S
+                self._watch.extend()
             # Not for a single answer: the thread that waits for it is to have the interpreter for itself.
             if self._watchers and (self._tasks or len(self._urgent) > 1):
                 poller.keep(descriptor)

@@ -1,7 +1,6 @@
 """The thread that polls for operations which no other thread waits for."""
 
 import threading
-import time
 
 from gradwire.c10d.engines.polling_thread import MAX_IDLE_POLLS, PollingThread
 
@@ -13,6 +12,7 @@ class Wake(threading.Event):
         super().__init__()
         self._clears = 0
         self.closing = threading.Thread(target=polling.close, daemon=True)
+        self.is_closing = threading.Event()
 
     def clear(self) -> None:
         self._clears += 1
@@ -20,6 +20,7 @@ class Wake(threading.Event):
             super().clear()
             self.closing.start()
             assert self.wait(20)
+            self.is_closing.set()
         super().clear()
 
 
@@ -33,8 +34,6 @@ def test_a_thread_that_is_about_to_sleep_notices_that_it_is_closed():
     polling = PollingThread("test", idle.poll, 0.0)
     polling._wake = wake = Wake(polling)
     polling.start()
-    deadline = time.monotonic() + 20
-    while not wake.closing.ident and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wake.is_closing.wait(20)
     wake.closing.join(5)  # an idle thread sleeps for 10 s
     assert not wake.closing.is_alive()
