@@ -44,7 +44,7 @@ from .membership import evictions
 from .peers.control import ControlStreams
 from .requests.codec import CONFIRMED
 from .transports.base import Connecting, Transport, TransportClosedError
-from .wire.attached import embed
+from .wire.parsing import embed
 
 __all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 

@@ -9,7 +9,7 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
-from ..wire.attached import AttachedReader, find_misplaced
+from ..wire.parsing import find_misplaced, read_attached
 from .base import Arriving, Channel
 from .channels import PeerChannels
 from .payloads import HERE, PayloadReader, has_come, payloads_of, read_inline
@@ -65,10 +65,10 @@ class EnvelopePayloads:
                     self._announced += 1
                     self._announced_bytes += nbytes
         self._read_here: PayloadReader = read_inline
-        if attached is not None or envelope.attached:
-            nbytes = len(envelope.attached if attached is None else attached)
-            problem = problem or find_misplaced(payloads, nbytes, channels.options.max_payload_bytes)
-            self._read_here = AttachedReader(envelope, attached).read
+        data = envelope.attached if attached is None else attached
+        if attached is not None or data:
+            problem = problem or find_misplaced(payloads, len(data), channels.options.max_payload_bytes)
+            self._read_here = partial(read_attached, data)
         self._problem = problem
         """Why all of them are refused; empty if they are not."""
 

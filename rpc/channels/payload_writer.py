@@ -6,7 +6,7 @@ from typing import final
 import torch
 
 from ...proto.v1 import agent_pb2
-from ..wire.attached import ALIGNMENT
+from ..wire.parsing import ALIGNMENT
 from ..wire.tensor_table import Gathered
 from .base import StartTransfer
 from .broadcast.sending import Broadcast

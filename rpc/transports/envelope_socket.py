@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from ...net.socket_peers import process_of_peer
 from ..execution.executor import Executor
 from ..execution.poller import READABLE
-from ..wire.attached import embed
+from ..wire.parsing import embed
 from .frame_reader import READ_BYTES, RECVMSG_ARGS, FrameReader
 from .frame_writer import AttachedFrame, FrameWriter
 from .heartbeat import has_unread

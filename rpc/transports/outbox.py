@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import final
 
 from ...proto.v1 import agent_pb2
-from ..wire.attached import embed
-from ..wire.parsing import bytes_field
+from ..wire.parsing import bytes_field, embed
 from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import EnvelopeSocket
 

@@ -7,7 +7,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
-from ..wire.attached import embed
+from ..wire.parsing import embed
 from .base import Connecting, TransportClosedError, TransportListener
 
 __all__ = ["ENDED", "LoopbackTransport"]

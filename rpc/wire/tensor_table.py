@@ -21,8 +21,8 @@ import torch
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
-from .attached import ALIGNMENT
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
+from .parsing import ALIGNMENT
 from .strides import MAX_DIMENSIONS, dims_by_descending_stride, has_no_gaps
 
 __all__ = ["MAX_GATHERED_BYTES", "MIN_TENSORS", "Gathered", "TableReader", "TableWriter", "address_of"]

@@ -20,7 +20,7 @@ from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
 from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.socket_frames import HEADER, MAX_ATTACHING_BYTES, FrameKind
-from gradwire.rpc.wire.attached import AttachedReader, embed, find_misplaced
+from gradwire.rpc.wire.parsing import embed, find_misplaced, read_attached
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,11 +238,9 @@ def payload(offset: int, nbytes: int) -> agent_pb2.Payload:
 
 
 def test_payloads_are_read_from_them():
-    envelope = agent_pb2.Envelope(attached=b"12345678")
-    for attached in (None, memoryview(b"12345678")):
-        read = AttachedReader(envelope, attached).read
-        assert bytes(read(payload(2, 6))) == b"345678"
-        assert read(agent_pb2.Payload(inline=b"x")) == b"x"
+    for attached in (b"12345678", memoryview(b"12345678")):
+        assert bytes(read_attached(attached, payload(2, 6))) == b"345678"
+        assert read_attached(attached, agent_pb2.Payload(inline=b"x")) == b"x"
 
 
 @pytest.mark.parametrize(
