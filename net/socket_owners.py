@@ -68,35 +68,52 @@ def own_listening_ports() -> set[int]:
     return {each.local[1] for each in _tcp_sockets() if each.state == LISTENS and each.inode in own}
 
 
-def cut_off_other_users(ports: set[int]) -> list[int]:
-    """Shuts down connections that other users have made to ports at which this process has a loopback address.
+def cut_off_other_users(known_ports: set[int]) -> list[int]:
+    """Shuts down what other users have connected to the ports on which this process listens, but `known_ports`.
 
-    Returns the users, -1 for one that is not known. Raises OSError if the kernel does not tell.
+    The ports are at loopback addresses. Returns the users, -1 for one that is not known. Raises OSError if the
+    kernel does not tell.
     """
     own = _own_descriptors()
+    sockets = list(_tcp_sockets())
+    ports = {each.local[1] for each in sockets if each.state == LISTENS and each.inode in own} - known_ports
+    mine = [each for each in sockets if each.state == ESTABLISHED and each.local[1] in ports and each.inode in own]
+    if not mine:
+        return []
+    before = {(each.local, each.remote): each for each in sockets}
+    after = {(each.local, each.remote): each for each in _tcp_sockets()}
     found = []
-    for each in list(_tcp_sockets()):
-        if each.state == ESTABLISHED and each.local[1] in ports and each.inode in own:
-            user = _user_of(each.remote, each.local)
-            if user != os.geteuid():
-                found.append(-1 if user is None else user)
-                with suppress(OSError), socket.socket(fileno=os.dup(own[each.inode])) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+    for each in mine:
+        ends = each.remote, each.local
+        is_whole = ends in before and ends in after
+        user = _known_user(before[ends], after[ends]) if is_whole else _user_of(*ends)
+        if user != os.geteuid():
+            found.append(-1 if user is None else user)
+            with suppress(OSError), socket.socket(fileno=os.dup(own[each.inode])) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
     return found
 
 
 def _user_of(local: _Address, remote: _Address) -> int | None:
     """Returns the user who has made the socket with these ends; None if that is not known.
 
-    The kernel shows the socket of a process that has closed it as one of root. So only a socket counts that is
-    still connected after the user has been read. A line of its table may be missed while others change.
+    A line of the kernel's table may be missed while others change.
     """
     for _ in range(MAX_LOOKS):
         before, after = _find(local, remote), _find(local, remote)
         if before is not None and after is not None:
-            is_known = before == after and before.state == ESTABLISHED and before.inode
-            return before.user if is_known and not _may_stand_for_others(before.user) else None
+            return _known_user(before, after)
     return None
+
+
+def _known_user(before: _TcpSocket, after: _TcpSocket) -> int | None:
+    """Returns the user of a socket that was looked up twice; None if that is not known.
+
+    The kernel shows the socket of a process that has closed it as one of root. So only a socket counts that is
+    still connected after the user has been read.
+    """
+    is_known = before == after and before.state == ESTABLISHED and before.inode
+    return before.user if is_known and not _may_stand_for_others(before.user) else None
 
 
 def _own_descriptors() -> dict[int, int]:

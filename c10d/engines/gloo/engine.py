@@ -332,7 +332,7 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     if is_local and len({host.user for host in hosts}) == 1:
         # Gloo's ports let in everybody who says a number. If another user has taken the place of a rank, the group
         # fails with its first operation.
-        users = set(cut_off_other_users(own_listening_ports() - ports))
+        users = set(cut_off_other_users(ports))
         if users:
             log.warning("users %s of this host have connected to a process group, and are cut off", sorted(users))
     return group
