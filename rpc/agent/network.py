@@ -37,8 +37,7 @@ from ..transports.grpc_calls import StreamParts
 from ..transports.grpc_endpoint import GrpcEndpoint
 from ..transports.grpc_streams import GrpcStreams
 from ..transports.handshake import Handshake
-from ..transports.heartbeat import Heartbeats
-from ..transports.pulse import Pulse
+from ..transports.liveness import Heartbeats, Pulse
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, SocketListener
 

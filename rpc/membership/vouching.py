@@ -24,7 +24,7 @@ from ..peers.link import LinkState
 from ..peers.peers import Peers
 from ..transports.grpc_endpoint import GrpcEndpoint
 from ..transports.handshake import RefusedError
-from ..transports.probe import Reach, probe
+from ..transports.liveness import Reach, probe
 from ..transports.settings import VOUCH_METHOD
 from .addresses import ListenAddress
 from .presence import Presence, presence_of

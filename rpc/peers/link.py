@@ -17,7 +17,7 @@ from ...errors import LossCause
 from ..contracts.liveness import Liveness
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import PROCESS_ENDED, WorkerEnd
-from ..transports.probe import Reach, probe, probe_now
+from ..transports.liveness import Reach, probe, probe_now
 
 __all__ = ["Addresses", "Evictor", "Link", "LinkOwner", "LinkState", "Links"]
 

@@ -10,13 +10,10 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
-from .segments import SegmentListener
+from .socket_frames import SegmentListener
 
-__all__ = ["BEGINNING_BYTES", "Connecting", "Transport", "TransportClosedError", "TransportListener"]
+__all__ = ["Connecting", "Transport", "TransportClosedError", "TransportListener"]
 
-
-BEGINNING_BYTES = 11
-"""Bytes of the beginning of an envelope, by which it is known among all that a worker sends: its id and type."""
 
 Connecting = concurrent.futures.Future[None]
 """Done when there is a connection, and known how it carries envelopes; or when there can be none."""

@@ -16,7 +16,7 @@ from ..wire.parsing import parse_frame
 from .base import TransportListener
 from .envelope_socket import EnvelopeSocket
 from .handshake import Handshake
-from .heartbeat import Heartbeats
+from .liveness import Heartbeats
 from .settings import aio
 from .sockets import OfferedSocket, SocketListener
 

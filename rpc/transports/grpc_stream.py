@@ -42,7 +42,7 @@ from .grpc_calls import (
     write_frame,
 )
 from .handshake import MAX_CONNECTION
-from .life_signs import process_at, process_runs
+from .liveness import process_at, process_runs
 from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_socket import StreamSocket
@@ -111,7 +111,7 @@ class GrpcStream:
                 self._loop.call_soon_threadsafe(self._start_or_wake)
             return
         try:
-            connection.send(envelope, attached)
+            connection.writer.send(envelope, attached)
         except BrokenPipeError:
             raise TransportClosedError(self.outbox.closed_reason or CLOSED) from None
 

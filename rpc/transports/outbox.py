@@ -7,8 +7,9 @@ from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..wire.parsing import bytes_field, embed
-from .base import BEGINNING_BYTES, Connecting, TransportClosedError
+from .base import Connecting, TransportClosedError
 from .envelope_socket import EnvelopeSocket
+from .socket_frames import BEGINNING_BYTES
 
 __all__ = ["Outbox"]
 
@@ -84,7 +85,7 @@ class Outbox:
         """Sends by a socket from now on, beginning with what is queued."""
         with self._lock:
             for envelope in self._queue:
-                connection.send(envelope)
+                connection.writer.send(envelope)
             self._queue.clear()
             self.socket = connection
         self._set_connected()

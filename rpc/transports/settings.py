@@ -100,7 +100,7 @@ def _common_options(ping_s: float) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Pings show a peer that this worker's process runs, while its program holds the interpreter
-        # (life_signs.py), and find out that the peer's host has lost power or network, which closes no connection.
+        # (liveness.py), and find out that the peer's host has lost power or network, which closes no connection.
         ("grpc.keepalive_time_ms", max(1, int(1000 * ping_s))),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),

@@ -27,10 +27,9 @@ from ...net.socket_peers import address_of_peer, has_left, is_of_same_user, roun
 from ...proto.v1 import agent_pb2
 from ..contracts.member import Member
 from ..contracts.worker import WorkerInfo
-from .probe import tcp_socket
 from .tls_socket import AnySocket, TlsSocket
 
-__all__ = ["CONNECT_TIMEOUT_S", "DIAL_ROUND_TRIPS", "TCP", "UNIX", "OfferedSocket", "SocketListener"]
+__all__ = ["CONNECT_TIMEOUT_S", "DIAL_ROUND_TRIPS", "TCP", "UNIX", "OfferedSocket", "SocketListener", "tcp_socket"]
 
 UNIX = "unix"
 TCP = "tcp"
@@ -250,6 +249,14 @@ class SocketListener:
                 offered.admit(admitted)
             else:
                 connection.close()
+
+
+def tcp_socket(address: str) -> tuple[socket.socket, tuple[str, int]]:
+    """Returns an unconnected socket for a numeric address and port, and what to connect it to."""
+    host, _, port = address.rpartition(":")
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    connection.settimeout(0)
+    return connection, (host.strip("[]"), int(port))
 
 
 async def _dial(

@@ -8,11 +8,9 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from .base import TransportListener
 from .connection_log import log_connection
-from .envelope_socket import CLOSED, EnvelopeSocket
-from .frame_reader import FrameReader
+from .envelope_socket import CLOSED, EnvelopeSocket, FrameReader, PulseExchange
 from .grpc_calls import StreamParts
 from .outbox import Outbox
-from .pulse import PulseExchange
 from .sockets import UNIX, OfferedSocket
 from .tls_socket import AnySocket
 
@@ -131,7 +129,7 @@ class StreamSocket:
             reader = FrameReader(self._peer.on_envelope, segments, pulses, parts.allocate)
             used = EnvelopeSocket(kind, connection, parts.executor, reader, self._on_end)
             if segments is not None:
-                segments.connect(used)
+                segments.connect(used.writer)
             self._outbox.use_socket(used)
             log_connection(parts, self._worker, connection)
             used.start()

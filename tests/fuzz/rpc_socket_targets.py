@@ -26,11 +26,11 @@ from gradwire.rpc.channels.shared_memory.peer import PeerSegments
 from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.transports import envelope_socket, frame_reader
-from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from gradwire.rpc.transports import envelope_socket
+from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, PulseExchange
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.handshake import PROTOCOL, Handshake, RefusedError
-from gradwire.rpc.transports.pulse import Pulse, PulseExchange
+from gradwire.rpc.transports.liveness import Pulse
 from gradwire.rpc.transports.socket_frames import FrameKind
 from gradwire.rpc.transports.sockets import NONCE_BYTES, TCP, UNIX, OfferedSocket, SocketListener
 from gradwire.rpc.transports.tls_socket import TlsSocket
@@ -211,10 +211,10 @@ def read_socket(data: bytes) -> None:
             segments.mapped.use(payload.number, payload.nbytes)[:1] = b"w"
 
     ours, theirs = socket.socketpair()
-    with theirs, mock.patch.dict(frame_reader._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):
-        reader = frame_reader.FrameReader(handle, segments, PulseExchange(Pulse()), BufferCache(MIB).allocate)
+    with theirs, mock.patch.dict(envelope_socket._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):
+        reader = envelope_socket.FrameReader(handle, segments, PulseExchange(Pulse()), BufferCache(MIB).allocate)
         connection = EnvelopeSocket("unix", ours, executor, reader, ends.append)
-        segments.connect(connection)
+        segments.connect(connection.writer)
         connection.start()
         if data:
             socket.send_fds(theirs, [data], descriptors)

@@ -19,8 +19,7 @@ from typing import final
 from ....net.inheritance import at_fork
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
-from ...transports.buffers import MAX_AT_ONCE, first_bytes, without_first
-from ...transports.tls_socket import AnySocket
+from ...transports.tls_socket import AnySocket, send_some
 from .parts import PART_BYTES, PartHeader, count_parts, pack_header, range_of_part
 
 __all__ = ["SendingBundle"]
@@ -196,10 +195,8 @@ class _SendingConnection:
                     if not buffers:
                         return
                     self._buffers = buffers
-                first = first_bytes(self._buffers, MAX_AT_ONCE)
-                count = self.socket.sendmsg(first, (), socket.MSG_NOSIGNAL)
+                count, self._buffers = send_some(self.socket, self._buffers)
                 bytes_left -= count
-                self._buffers = without_first(self._buffers, count)
         except BlockingIOError:
             pass
         except OSError as error:

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
-from ...transports.segments import SegmentSender
+from ...transports.socket_frames import FrameKind, FrameWriter
 from ...wire.tensor_table import Gathered
 from ..segment_limit import SegmentLimit
 from .mapping import address_and_size
@@ -71,22 +72,26 @@ class PeerSegments:
         """Takes the numbers of all that the other worker gives back, of which some are of no shared memory."""
         self._loop = loop
         self._unmapper = unmapper
-        self._socket: SegmentSender | None = None
+        self._writer: FrameWriter | None = None
         self._is_flush_scheduled = False
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a socket to the other worker."""
-        return self._socket is not None
+        return self._writer is not None
 
-    def connect(self, connection: SegmentSender) -> None:
+    @property
+    def released(self) -> deque[int]:
+        """The segments of the other worker that are not used any more, and that it has not been told of."""
+        return self.mapped.released
+
+    def connect(self, writer: FrameWriter) -> None:
         """Uses a socket from now on. Called on the loop."""
-        connection.released = self.mapped.released
-        self._socket = connection
+        self._writer = writer
 
     def close(self) -> None:
         """Drops the segments for the other worker, which is lost. Bytes received from it stay."""
-        self._socket = None
+        self._writer = None
         dropped: list[Any] = self.mapped.close()
         for pool in (self.pool, *self.shared_pools):
             dropped += pool.remove_receiver(self)
@@ -96,16 +101,16 @@ class PeerSegments:
 
     def send(self, data: memoryview | Gathered) -> agent_pb2.Payload | None:
         """Copies a payload into a segment; returns None if there is no socket, or no memory for it."""
-        connection = self._socket
-        if connection is None or (put := self.pool.put(data)) is None:
+        writer = self._writer
+        if writer is None or (put := self.pool.put(data)) is None:
             return None
         segment, is_new = put
         if self.pool.spent:
             dropped: list[Any] = self.pool.take_spent()
-            connection.send_dropped([each.number for each in dropped])
+            writer.send_numbers(FrameKind.DROPPED, [each.number for each in dropped])
             self._unmapper.drop(dropped)
         if is_new:
-            connection.send_segment(segment.number, segment.size, segment.descriptor)
+            writer.send_segment(segment.number, segment.size, segment.descriptor)
         return describe(segment.number, data.nbytes)
 
     def begin_send_back(self, data: memoryview) -> agent_pb2.Payload | None:
@@ -125,15 +130,15 @@ class PeerSegments:
 
     def announce(self, segment: Segment, descriptor: int) -> None:
         """Tells the other worker of a segment that further workers receive as well. Closes the descriptor."""
-        if (connection := self._socket) is not None:
-            connection.send_segment(segment.number, segment.size, descriptor, is_shared=True)
+        if (writer := self._writer) is not None:
+            writer.send_segment(segment.number, segment.size, descriptor, is_shared=True)
         else:
             os.close(descriptor)
 
     def send_dropped(self, numbers: Sequence[int]) -> None:
         """Tells the other worker of segments that are not used again."""
-        if (connection := self._socket) is not None:
-            connection.send_dropped(numbers)
+        if (writer := self._writer) is not None:
+            writer.send_numbers(FrameKind.DROPPED, numbers)
 
     # The frames about segments.
 
@@ -185,9 +190,9 @@ class PeerSegments:
 
     def _flush(self) -> None:
         self._is_flush_scheduled = False
-        if self._socket is not None and self.mapped.released:
-            self._socket.flush_released()
+        if self._writer is not None and self.mapped.released:
+            self._writer.flush_released()
         spent, mappings = self.mapped.take_spent()
-        if self._socket is not None and spent:
-            self._socket.send_spent(spent)
+        if self._writer is not None and spent:
+            self._writer.send_numbers(FrameKind.SPENT, spent)
         self._unmapper.drop(mappings)

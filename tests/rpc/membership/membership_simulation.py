@@ -36,7 +36,7 @@ from gradwire.rpc.peers.link import Links, LinkState
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.handshake import Handshake, RefusedError
-from gradwire.rpc.transports.probe import Reach
+from gradwire.rpc.transports.liveness import Reach
 
 from tests.rpc.membership.virtual_time import VirtualTimeLoop
 from tests.simulated_peers import SilentTransport, simulated_parts

@@ -13,7 +13,7 @@ from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, RRefError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.peers import link
-from gradwire.rpc.transports.probe import Reach
+from gradwire.rpc.transports.liveness import Reach
 from gradwire.rref.forks import References
 from gradwire.rref.passed_on import PassedOn
 

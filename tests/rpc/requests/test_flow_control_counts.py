@@ -16,8 +16,7 @@ from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
 from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter, Window
 from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
-from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import FrameReader
+from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader
 
 from tests.remote_functions import wait_until
 

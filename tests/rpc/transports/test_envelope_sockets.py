@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
+from gradwire.rpc.transports.envelope_socket import READ_BYTES, EnvelopeSocket, FrameReader
 from gradwire.rpc.transports.socket_frames import MAX_ATTACHING_BYTES, MAX_SIDE_FRAME_BYTES, FrameKind
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,7 +154,7 @@ def test_envelopes_of_all_sizes(executor, size):
     there.socket.start()
     sent = [envelope(number, size) for number in range(1, 6)]
     for message in sent:
-        here.socket.send(message.SerializeToString())
+        here.socket.writer.send(message.SerializeToString())
     assert there.take(5) == sent
     for end in (here, there):
         end.socket.finish()
@@ -169,7 +168,7 @@ def test_nobody_waits_for_a_peer_that_does_not_read(pair):
     end, other = pair()
     sent = [envelope(number, 100_000) for number in range(1, 101)]
     for message in sent:
-        end.socket.send(message.SerializeToString())  # 10 MB, of which the socket takes a fiftieth
+        end.socket.writer.send(message.SerializeToString())  # 10 MB, of which the socket takes a fiftieth
     reader = other.makefile("rb")
     for message in sent:
         length, _ = struct.unpack("<IB", reader.read(5))
@@ -183,7 +182,7 @@ def test_senders_on_many_threads_do_not_mix_their_frames(executor):
 
     def send(first: int) -> None:
         for number in range(first, first + 200):
-            here.socket.send(envelope(number, number % 3000).SerializeToString())
+            here.socket.writer.send(envelope(number, number % 3000).SerializeToString())
 
     threads = [threading.Thread(target=send, args=(1000 * index,)) for index in range(1, 6)]
     for thread in threads:
@@ -220,7 +219,7 @@ def test_a_connection_that_ends_badly_says_how(pair, data, reason):
     assert len(end.reasons) == 1
     assert reason in end.reasons[0]
     with pytest.raises(BrokenPipeError):
-        end.socket.send(b"more")
+        end.socket.writer.send(b"more")
 
 
 @pytest.mark.parametrize(
@@ -244,5 +243,5 @@ def test_what_was_sent_before_the_end_arrives(pair):
     assert end.ended.wait(20)
     assert [each.id for each in end.take(2)] == [1, 2]
     assert end.reasons == [""]
-    end.socket.send(envelope(3).SerializeToString())  # the peer may still read
+    end.socket.writer.send(envelope(3).SerializeToString())  # the peer may still read
     assert other.recv(1000) == frame(envelope(3))

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 
-from gradwire.rpc.transports.life_signs import ReceivedTimes
+from gradwire.rpc.transports.liveness import ReceivedTimes
 
 
 def test_the_descriptors_are_looked_at_once_for_all_peers_that_are_silent(monkeypatch):

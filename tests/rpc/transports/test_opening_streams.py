@@ -16,9 +16,8 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.grpc_calls import StreamParts
 from gradwire.rpc.transports.grpc_stream import GrpcStream
-from gradwire.rpc.transports.heartbeat import Heartbeats
+from gradwire.rpc.transports.liveness import Heartbeats, Pulse
 from gradwire.rpc.transports.outbox import Outbox
-from gradwire.rpc.transports.pulse import Pulse
 from gradwire.rpc.transports.settings import aio
 from gradwire.rpc.transports.sockets import SocketListener
 from gradwire.rpc.transports.stream_socket import StreamSocket

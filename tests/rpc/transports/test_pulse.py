@@ -13,10 +13,8 @@ from gradwire.rpc.channels.shared_memory.peer import PeerSegments
 from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import FrameReader
-from gradwire.rpc.transports.heartbeat import Heartbeats
-from gradwire.rpc.transports.pulse import Pulse, PulseExchange
+from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader, PulseExchange
+from gradwire.rpc.transports.liveness import Heartbeats, Pulse
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
 from tests.remote_functions import add, wait_until
@@ -38,7 +36,7 @@ class End:
         segments = PeerSegments(None, ChannelOptions(), SegmentLimit(MIB, 16), None)  # type: ignore[arg-type]
         reader = FrameReader(lambda *_: None, segments, self.exchange)
         self.socket = EnvelopeSocket("unix", connection, executor, reader, self.reasons.append)
-        segments.connect(self.socket)
+        segments.connect(self.socket.writer)
         self.socket.start()
 
     def beat(self) -> bool:

@@ -238,7 +238,7 @@ def test_a_connection_that_ends_badly_says_how(executor, change, reason):
     assert len(end.reasons) == 1
     assert re.search(reason, end.reasons[0])
     with pytest.raises(BrokenPipeError):
-        end.socket.send(b"more")
+        end.socket.writer.send(b"more")
     other.close()
 
 

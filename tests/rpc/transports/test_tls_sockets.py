@@ -13,7 +13,7 @@ from gradwire.net.security import worker_host_name
 from gradwire.rpc.channels.bulk.parts import PART_BYTES
 from gradwire.rpc.channels.bulk.sending import SendingBundle
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.frame_reader import READ_BYTES
+from gradwire.rpc.transports.envelope_socket import READ_BYTES
 from gradwire.rpc.transports.tls_socket import RECORD_BYTES, TlsSocket
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,8 +191,8 @@ def test_envelopes_of_all_sizes_in_both_directions_at_once(ends, size):
     here, there = ends()
     sent = [envelope(number, size + number) for number in range(1, 6)]
     for message in sent:
-        here.socket.send(message.SerializeToString())
-        there.socket.send(message.SerializeToString())
+        here.socket.writer.send(message.SerializeToString())
+        there.socket.writer.send(message.SerializeToString())
     assert here.take(5) == sent
     assert there.take(5) == sent
     for end in (here, there):
@@ -207,7 +207,7 @@ def test_senders_on_many_threads_and_in_both_directions(ends):
 
     def send(end: End, first: int) -> None:
         for number in range(first, first + 200):
-            end.socket.send(envelope(number, number % 3000).SerializeToString())
+            end.socket.writer.send(envelope(number, number % 3000).SerializeToString())
 
     threads = [threading.Thread(target=send, args=(end, 1000 * index)) for index in range(1, 4) for end in pair]
     for thread in threads:

@@ -16,8 +16,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.options import MAX_ATTACHED_BYTES
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.futures import Future
-from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
-from gradwire.rpc.transports.frame_reader import READ_BYTES, FrameReader
+from gradwire.rpc.transports.envelope_socket import READ_BYTES, EnvelopeSocket, FrameReader
 from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.socket_frames import HEADER, MAX_ATTACHING_BYTES, FrameKind
 from gradwire.rpc.wire.parsing import embed, find_misplaced, read_attached
@@ -137,8 +136,8 @@ def test_what_is_sent_is_what_arrives(executor, nbytes):
     try:
         for number in range(5):
             envelope = agent_pb2.Envelope(id=number, attached_nbytes=nbytes + 1).SerializeToString()
-            sender.socket.send(envelope, [memoryview(data), memoryview(b"!")])
-            sender.socket.send(agent_pb2.Envelope(id=100 + number).SerializeToString())
+            sender.socket.writer.send(envelope, [memoryview(data), memoryview(b"!")])
+            sender.socket.writer.send(agent_pb2.Envelope(id=100 + number).SerializeToString())
         for number in range(5):
             assert receiver.take() == (number, data + b"!")
             assert receiver.take() == (100 + number, b"")
@@ -154,7 +153,7 @@ def test_queued_bytes_count_what_follows(executor):
     sender = End(mine, executor)
     try:
         envelope = agent_pb2.Envelope(id=1, attached_nbytes=8 * MIB).SerializeToString()
-        sender.socket.send(envelope, [memoryview(bytes(8 * MIB))])
+        sender.socket.writer.send(envelope, [memoryview(bytes(8 * MIB))])
         assert sender.socket.writer.queued_bytes > 8 * MIB
     finally:
         sender.socket.close()
@@ -169,7 +168,7 @@ def test_a_large_envelope_has_them_inside(executor):
     try:
         body = agent_pb2.Payload(inline=bytes(MAX_ATTACHING_BYTES))
         envelope = agent_pb2.Envelope(id=3, body=body, attached_nbytes=5).SerializeToString()
-        sender.socket.send(envelope, [memoryview(b"hello")])
+        sender.socket.writer.send(envelope, [memoryview(b"hello")])
         assert receiver.take() == (3, b"hello")
     finally:
         for end in (sender, receiver):
