@@ -13,9 +13,8 @@ from gradwire.rpc.peers.flow_control import FlowControl
 from gradwire.rpc.peers.link import Links
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers
-from gradwire.rpc.requests.call import CallParts
-from gradwire.rpc.requests.call_counter import CallCounter
-from gradwire.rpc.requests.extensions import Extensions
+from gradwire.rpc.requests.call import CallCounter, CallParts
+from gradwire.rpc.requests.codec import Extensions
 
 ADDRESS = "simulated"
 

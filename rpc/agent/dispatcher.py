@@ -10,7 +10,7 @@ from ..peers.control import ControlStreams
 from ..peers.peer import Pause, Peer
 from ..peers.received_requests import ReceivedRequests
 from ..requests.caller import Caller
-from ..requests.extensions import Extensions
+from ..requests.codec import Extensions
 from ..requests.server import Server
 
 __all__ = ["Dispatcher"]

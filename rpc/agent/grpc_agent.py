@@ -46,15 +46,11 @@ from ..peers.peer import Peer
 from ..peers.peers import Peers
 from ..peers.received_requests import ReceivedRequests
 from ..peers.traffic import sum_up
-from ..requests.call import CallParts
-from ..requests.call_counter import CallCounter
+from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
-from ..requests.codec import CONFIRMED, Codec
-from ..requests.extensions import Extensions
+from ..requests.codec import CONFIRMED, Codec, Extensions, Values
 from ..requests.multi_sender import MultiSender
-from ..requests.served_calls import MIN_WAIT_S, ServedCalls
-from ..requests.server import Server
-from ..requests.values import Values
+from ..requests.server import MIN_WAIT_S, ServedCalls, Server
 from ..wire.pickling import Packer
 from .dispatcher import Dispatcher
 from .network import Network
@@ -143,7 +139,8 @@ class GrpcAgent(RpcAgent):
         self._codec = Codec(
             options, values, self._extensions, self._control, self._network.channels.devices.staging
         )
-        self._calls, self._flow_control = CallCounter(), FlowControl(options.flow_control)
+        self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
+        self._calls, self._flow_control = CallCounter(self._served.running), FlowControl(options.flow_control)
         self._nesting = self._flow_control.nesting
         parts = CallParts(
             peers, self._extensions, self._executor, self._network.call_soon, self._calls, self._flow_control
@@ -151,7 +148,6 @@ class GrpcAgent(RpcAgent):
         self._caller = Caller(parts, self._codec, factories.deadlines)
         self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.channels.broadcasts)
         self._received = ReceivedRequests(options.flow_control)
-        self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
         backlogs = Backlogs(options.flow_control, self._network.call_soon)
         self._server = Server(parts, self._codec, self._received, self._served, backlogs)
         self._all_gather_service = AllGatherService(self)
@@ -301,17 +297,8 @@ class GrpcAgent(RpcAgent):
         envelope = agent_pb2.Envelope(type=kind)
         if header is not None:
             header(envelope)
-        message = Outgoing(
-            worker,
-            envelope,
-            packed.body,
-            packed.tensors,
-            packed.references,
-            reply_to,
-            self._extensions.handlers[kind].user_values,
-            device_map,
-            packed.leaves,
-        )
+        has_users = self._extensions.handlers[kind].user_values
+        message = Outgoing(worker, envelope, *packed, reply_to, has_users, device_map)
         peer = self.peers.by_id[worker.wire_id]
         self._codec.send(peer, message)
         if reply_to is not None:  # an item of a stream, of which there may be any number
@@ -385,7 +372,7 @@ class GrpcAgent(RpcAgent):
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._caller.in_flight),
             "unanswered_calls": dict(self._caller.count_unanswered()),
-            "agent.server_active_calls": len(self._calls.serving),
+            "agent.server_active_calls": len(self._served.running),
             "agent.server_active_async_calls": len(self._served.deferred),
             "executor_threads": self._executor.threads,
             "links": self.peers.describe(),

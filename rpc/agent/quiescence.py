@@ -8,7 +8,7 @@ from typing import final
 from ...errors import RpcTimeoutError, WorkerLostError
 from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
 from ..contracts.agent import RpcAgent
-from ..requests.call_counter import CallCounter
+from ..requests.call import CallCounter
 from ..requests.server import Server
 
 __all__ = ["Quiescence"]

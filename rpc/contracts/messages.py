@@ -107,14 +107,14 @@ class Outgoing:
     body: bytes = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
     references: list[Any] = field(default_factory=list)
+    leaves: AbstractSet[int] = frozenset()
+    """Indices of the tensors that arrive as leaves of the autograd graph: Parameters of modules."""
     reply_to: Incoming | None = None
     """The request that this message answers, or belongs to."""
     user_values: bool = False
     """Whether the message carries users' values, so that the hooks of the extensions run on it."""
     device_map: DeviceMap = field(default_factory=lambda: NO_DEVICES)
     """From devices of this worker to devices of the receiver."""
-    leaves: AbstractSet[int] = frozenset()
-    """Indices of the tensors that arrive as leaves of the autograd graph: Parameters of modules."""
     # Set when it is sent.
     payloads: Sequence[agent_pb2.Payload] = ()
     """The payloads that are not in the envelope."""

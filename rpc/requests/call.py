@@ -1,4 +1,4 @@
-"""One request to another worker, from its making to its end.
+"""One request to another worker, from its making to its end; and how many are in flight.
 
 | state     | what it waits for                     | event: next state                                          |
 |-----------|---------------------------------------|------------------------------------------------------------|
@@ -14,31 +14,58 @@ the agent. Whoever takes it out of the calls in flight, or out of those that pau
 on a dict: so it ends once. All ends go through `Call.succeed`, `Call.fail` and `Call.end`.
 """
 
+import contextvars
+import math
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
 
-from ...errors import Outcome, RpcTimeoutError, set_outcome
+from ...errors import Outcome, RpcTimeoutError, SendFailedError, WorkerLostError, WorkerSuspectError, set_outcome
 from ...proto.v1 import agent_pb2
-from ..contracts.messages import Handler, Outgoing
+from ..contracts.messages import Handler, Outgoing, Request
+from ..execution.ctrl_c import wait_interruptibly
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..peers.flow_control import FlowControl
 from ..peers.peer import Peer
 from ..peers.peers import Peers
-from .call_counter import CallCounter
-from .extensions import Extensions
-from .repeats import Repeats
+from .codec import Extensions
 
-__all__ = ["MAX_KEPT_BYTES", "MAX_TIMEOUT_MS", "Call", "CallParts", "State"]
+__all__ = [
+    "CONNECTION_ERRORS",
+    "MAX_KEPT_BYTES",
+    "MAX_TIMEOUT_MS",
+    "Call",
+    "CallCounter",
+    "CallKey",
+    "CallParts",
+    "Repeats",
+    "State",
+]
 
 MAX_TIMEOUT_MS = (1 << 32) - 1
 """The longest timeout that a request tells its receiver; 50 days."""
 
 MAX_KEPT_BYTES = 1024
 """Bytes of the body and tensors of a call that may stay in its envelope; larger ones are removed."""
+
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+"""The pause before the second attempt, and the longest; each is twice as long as the one before."""
+
+_MAX_ABSENCE_S = 60.0
+"""Seconds for which a call without a timeout waits for a worker that is lost, or does not answer."""
+
+_MIN_TIMEOUT_S = 0.001
+"""Seconds that an attempt has at least."""
+
+CONNECTION_ERRORS = (SendFailedError, WorkerLostError, WorkerSuspectError)
+
+CallKey = tuple[int, int]
+"""A request of another worker: that one's wire id, and the request's id, or a negative number if it has none."""
 
 
 class State(Enum):
@@ -53,6 +80,85 @@ class State(Enum):
 
 
 _UNSENT = frozenset({State.NEW, State.QUEUED, State.POSTPONED, State.PAUSED})
+
+
+@final
+class CallCounter:
+    """Counts calls in flight, and all calls there have been."""
+
+    def __init__(self, running: Sized = ()) -> None:
+        """Args: running: the calls of others that a thread of this worker is busy with."""
+        self._running = running
+        self._lock = threading.Lock()
+        self._none_in_flight = threading.Condition(self._lock)
+        self.waiters = 0
+        """Threads in `wait_for_none`. An end that finds none need not `notify`: who comes later sees it."""
+        self._is_closed = False
+        self.requests: set[int] = set()
+        """The ids of the calls in flight that this worker has sent, and of those that pause."""
+        self.last_request = 0
+        """The id of one of the latest calls that was sent: it changes with each."""
+        self.last_served: CallKey = (0, 0)
+        """The key of one of the latest calls that began to run here."""
+        self._deferred = 0
+        """Those of others that are to be answered, with no thread busy with them."""
+
+    @property
+    def latest(self) -> tuple[int, CallKey]:
+        """Changes with each call that is sent, or begins to run here."""
+        return self.last_request, self.last_served
+
+    @property
+    def in_flight(self) -> int:
+        """The number of calls in flight."""
+        # In this order: what is served makes requests, and may be answered later, before it ends.
+        return len(self._running) + self._deferred + len(self.requests)
+
+    def begin_request(self, identifier: int) -> None:
+        """Counts a call that is sent, or pauses, by its id."""
+        self.requests.add(identifier)
+        self.last_request = identifier
+
+    def end_request(self, identifier: int) -> None:
+        """Counts the end of a call that was sent. Does nothing if it has ended."""
+        self.requests.discard(identifier)
+        if self.waiters:
+            self.notify()
+
+    def begin_answer(self) -> None:
+        """Counts a call that is yet to be answered, with no thread that serves it."""
+        with self._lock:
+            self._deferred += 1
+
+    def end_answer(self) -> None:
+        """Counts the end of such a call."""
+        with self._lock:
+            self._deferred -= 1
+        if self.waiters:
+            self.notify()
+
+    def wait_for_none(self, seconds: float | None) -> bool:
+        """Waits until no call is in flight, or none counts; returns False if that takes more than `seconds`."""
+        with self._lock:
+            self.waiters += 1
+            try:
+                return wait_interruptibly(
+                    self._none_in_flight.wait_for, lambda: self._is_closed or not self.in_flight, seconds
+                )
+            finally:
+                self.waiters -= 1
+
+    def close(self) -> None:
+        """Ends all waits for calls to end, as the agent ends."""
+        with self._lock:
+            self._is_closed = True
+            self._none_in_flight.notify_all()
+
+    def notify(self) -> None:
+        """Wakes those who wait, if no call is in flight. Called after an end, if there are `waiters`."""
+        with self._lock:
+            if self.waiters and not self.in_flight:
+                self._none_in_flight.notify_all()
 
 
 @final
@@ -74,6 +180,56 @@ class CallParts:
     call_soon: Callable[..., None]
     counter: CallCounter
     flow_control: FlowControl
+
+
+@final
+class Repeats:
+    """What it takes to send a call again, and what has become of its attempts so far."""
+
+    def __init__(self, request: Request, timeout: float) -> None:
+        """No attempt has been made yet. The timeout is that of all together, 0 for none."""
+        self.request = request
+        self.timeout = timeout
+        self.attempts = 0
+        self.is_cancelled = False
+        self.outcome = Outcome.NOT_SENT
+        """What has become of the call in the attempts so far."""
+        self.error: Exception | None = None
+        """What the latest attempt has failed with."""
+        self.pause = _FIRST_PAUSE_S
+        """Seconds before the next attempt."""
+        self.context = contextvars.copy_context()
+        """Of the thread that has made the call: such as the trace that it is part of."""
+        self._ends_at = time.monotonic() + timeout if timeout else math.inf
+        self._is_absent = False
+
+    def seconds_left(self) -> float:
+        """Returns the timeout of an attempt that begins now, 0 for none."""
+        return max(self._ends_at - time.monotonic(), _MIN_TIMEOUT_S) if self.timeout else 0.0
+
+    def take_error(self, error: Exception, outcome: Outcome) -> bool:
+        """Notes what an attempt fails with; returns whether there is to be another one."""
+        if outcome is Outcome.RAN or self.is_cancelled or not isinstance(error, CONNECTION_ERRORS):
+            return False
+        self.outcome = self.outcome_with(outcome)
+        if not self.timeout and (outcome is Outcome.UNKNOWN or not self._is_absent):
+            self._ends_at = time.monotonic() + _MAX_ABSENCE_S  # it was there until now
+        self._is_absent = True
+        self.error = error
+        return self.has_time()
+
+    def has_time(self) -> bool:
+        """Returns whether another attempt can begin in time."""
+        return time.monotonic() + self.pause < self._ends_at
+
+    def take_pause(self) -> float:
+        """Returns the seconds until the next attempt; the pause after that is longer."""
+        pause, self.pause = self.pause, min(2 * self.pause, _MAX_PAUSE_S)
+        return pause
+
+    def outcome_with(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome of the call if the latest attempt has this one."""
+        return self.outcome if outcome is Outcome.NOT_SENT else outcome
 
 
 @final
@@ -158,7 +314,7 @@ class Call:
             self._end_wait()
         if self.repeats is not None:
             self.future.set_cancel(None)  # which refers to this
-        if self.handler.user_values and parts.extensions.has_on_complete:
+        if self.handler.user_values and parts.extensions.end_hooks:
             parts.extensions.on_complete(self.identifier)
         if self.depth:
             with parts.flow_control.nesting.at(self.depth):  # of the calls that callbacks make

@@ -40,10 +40,9 @@ from ..peers.flow_control import Waiter
 from ..peers.peer import Peer
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
-from .call import MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, State
+from .call import CONNECTION_ERRORS, MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, Repeats, State
 from .codec import Codec
 from .finalizer_calls import FinalizerCalls
-from .repeats import CONNECTION_ERRORS, Repeats
 
 __all__ = ["Caller"]
 
@@ -192,17 +191,7 @@ class Caller(WorkerWatcher):
             envelope.has_headers = True
         if call.depth:
             envelope.depth = call.depth
-        call.message = Outgoing(
-            worker,
-            envelope,
-            packed.body,
-            packed.tensors,
-            packed.references,
-            None,
-            handler.user_values,
-            device_map,
-            packed.leaves,
-        )
+        call.message = Outgoing(worker, envelope, *packed, None, handler.user_values, device_map)
         if call.repeats is None:
             cancel = partial(self.cancel, identifier) if handler.cancellable else None
             read_answer = peer.transport.read_answer if peer.link is not None else None

@@ -11,7 +11,7 @@ from gradwire.autograd.graph import Graph
 from gradwire.errors import RpcTimeoutError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Outgoing
-from gradwire.rpc.requests.extensions import Extensions
+from gradwire.rpc.requests.codec import Extensions
 
 from tests.remote_functions import assert_clean, multiply
 

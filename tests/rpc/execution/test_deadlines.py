@@ -17,8 +17,7 @@ from gradwire.rpc.execution import executor
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
-from gradwire.rpc.requests.served_calls import ServedCall
-from gradwire.rpc.requests.server import Server
+from gradwire.rpc.requests.server import ServedCall, Server
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, keep, set_event, wait_for, wait_until

@@ -26,9 +26,9 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rpc.peers.peer import Peer
-from gradwire.rpc.requests.call_counter import CallCounter
+from gradwire.rpc.requests.call import CallCounter
 from gradwire.rpc.requests.caller import Caller
-from gradwire.rpc.requests.extensions import Extensions
+from gradwire.rpc.requests.codec import Extensions
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -16,10 +16,9 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.peers.backlog import Backlogs
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.received_requests import ReceivedRequests
-from gradwire.rpc.requests.call_counter import CallCounter
-from gradwire.rpc.requests.extensions import Extensions
-from gradwire.rpc.requests.served_calls import ServedCall, ServedCalls
-from gradwire.rpc.requests.server import Server
+from gradwire.rpc.requests.call import CallCounter
+from gradwire.rpc.requests.codec import Extensions
+from gradwire.rpc.requests.server import ServedCall, ServedCalls, Server
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -114,7 +113,7 @@ class Codec:
 
     def __init__(self) -> None:
         self.answers: Counter[int] = Counter()
-        self.values, self.me = self, ME
+        self.values, self.packer, self.me = self, self, ME
 
     def read(self, source: Peer, envelope: agent_pb2.Envelope, *_: object, **__: object) -> Incoming:
         return Incoming(source.info, envelope, b"", [])
@@ -157,10 +156,10 @@ class Requests(RuleBasedStateMachine):
         extensions = Extensions(Packer())
         extensions.add(self.functions)
         options = FlowControlOptions(max_in_flight=MAX_PARKED, max_received=MAX_PARKED)
-        self.counter = CallCounter()
         self.received = ReceivedRequests(options)
         make_clock: Any = NoClock
         self.calls = ServedCalls(options, make_clock, "test")
+        self.counter = CallCounter(self.calls.running)
         self.peer, codec = silent_peer(PEER), self.codec
         parts = call_parts(self.peer, extensions, self.threads, self.counter, options)
         self.server = Server(
