@@ -28,7 +28,7 @@ def check_clock(store: str | None = None) -> Iterator[Finding]:
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         yield problem("store", f"{given!r} is no address", f"give HOST:PORT, by --store or {STORE_VARIABLE}")
         return
-    from ..c10d.stores.clock import clock_offset
+    from ..c10d.stores.remote import clock_offset
     from ..errors import CredentialsError, StoreError
 
     try:

@@ -41,7 +41,7 @@ def command(*, log: str, host: str, port: int, sync: bool, insecure: bool) -> No
     for it, and what they have in flight is done exactly once. Workers find it by GRADWIRE_STORE=host:port, or by
     init_method="store://host:port?rank=0&world_size=2"; rank 0 does not host a store then.
     """
-    from ..c10d.stores.serving import serve
+    from ..c10d.stores.durable import serve
 
     stopped = threading.Event()
     before = {

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 from gradwire import c10d, launch, rpc
-from gradwire.c10d.stores.serving import serve as serve_store
+from gradwire.c10d.stores.durable import serve as serve_store
 from gradwire.errors import UnknownWorkerError, WorkerLostError
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..c10d.rendezvous.registration import GroupKind, Registration
 from ..c10d.rendezvous.start_barrier import StartBarrier
-from ..c10d.stores.prefix import PrefixStore
+from ..c10d.stores.views import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..errors import LossCause, RendezvousError, WorkerLostError
 from ..net.waiting import wait_with_warnings

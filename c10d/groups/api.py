@@ -22,8 +22,8 @@ from ..rendezvous.api import Rendezvous, rendezvous
 from ..rendezvous.hosts import linger
 from ..rendezvous.registration import GroupKind
 from ..stores.base import Timeout, to_seconds
-from ..stores.prefix import PrefixStore
 from ..stores.tcp import TCPStore
+from ..stores.views import PrefixStore
 from ..torch_types import TorchProcessGroup, TorchStore
 from .backends import BUILTIN_ENGINES
 from .options import GroupOptions

@@ -44,9 +44,7 @@ from ..engines.pending import CombinedOperation, CompletedOperation, OperationWi
 from ..engines.serial_queue import SerialQueue
 from ..failure.detector import FailureDetector
 from ..failure.messages import DIED, DROPPED, LEFT
-from ..stores.describe import is_insecure_store, store_credentials
-from ..stores.prefix import PrefixStore
-from ..stores.torch_store import wait as wait_for_keys
+from ..stores.views import PrefixStore, is_insecure_store, store_credentials, wait_for_keys
 from ..torch_types import TorchStore
 from .options import GroupOptions
 from .profile_events import OperationEvent

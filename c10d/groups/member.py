@@ -27,7 +27,7 @@ from ..reconfigure.handles import GroupHandle, parse_handles
 from ..reconfigure.round import Arrival, ReconfigureRound
 from ..rendezvous.registration import Registration
 from ..rendezvous.start_barrier import StartBarrier
-from ..stores.prefix import PrefixStore
+from ..stores.views import PrefixStore
 from ..torch_types import TorchStore
 from .core import GroupCore
 

@@ -8,7 +8,7 @@ from typing import final
 
 from ...errors import GroupAbortedError
 from ..engines.base import Engine, Setup
-from ..stores.prefix import PrefixStore
+from ..stores.views import PrefixStore
 from ..torch_types import TorchStore
 from .backends import best_engine
 

@@ -27,9 +27,8 @@ from ...torch_internals import (
     skip_in_dynamo,
 )
 from ..engines.base import Engine, EngineFactory, Setup
-from ..stores.describe import is_insecure_store, store_credentials
-from ..stores.prefix import PrefixStore
 from ..stores.sealed import SealedStore, seal
+from ..stores.views import PrefixStore, is_insecure_store, store_credentials
 from ..torch_types import TorchStore
 from .collectives import Collectives
 from .core import GroupCore, Place

@@ -15,8 +15,7 @@ from typing import Final, Self, final
 
 from ...errors import ProcessGroupError
 from ...net.exchanged_values import parse_dict, unexpected_value
-from ..stores.describe import describe_store
-from ..stores.torch_store import wait as wait_for_keys
+from ..stores.views import describe_store, wait_for_keys
 from ..torch_types import TorchStore
 from .handles import GroupHandle
 

@@ -13,9 +13,9 @@ from ...net.addresses import allows_insecure, format_address, require_trusted
 from ...net.security import Credentials
 from ..stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from ..stores.file import FileStore
-from ..stores.prefix import PrefixStore
 from ..stores.sealed import SealedStore, seal
 from ..stores.tcp import TCPStore
+from ..stores.views import PrefixStore
 from ..torch_types import TorchStore, TorchTCPStore
 from .registration import GroupKind, Registration
 from .start_barrier import StartBarrier

@@ -11,7 +11,7 @@ from ...net.addresses import INSECURE_VARIABLE, is_numeric
 from ...net.host_identity import HostIdentity, can_share_loopback
 from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
 from ...net.listening import ADVERTISED_VARIABLE, HOST_VARIABLE, ListenSettings
-from ..stores.describe import store_host
+from ..stores.views import store_host
 from ..torch_types import TorchStore
 
 __all__ = ["gather_consenting_hosts", "gather_hosts", "insecure_problem", "linger", "listen"]

@@ -22,10 +22,9 @@ from ...net.exchanged_values import parse_list, unexpected_value
 from ...net.host_identity import network_id
 from ...net.security import printable_lines
 from ...net.waiting import wait_with_warnings
-from ..stores.describe import describe_store, innermost_store
 from ..stores.file import FileStore
 from ..stores.tcp import TCPStore
-from ..stores.torch_store import wait as wait_for_keys
+from ..stores.views import describe_store, innermost_store, wait_for_keys
 from ..torch_types import TorchStore, TorchTCPStore
 from .registration import GroupKind, Registration
 

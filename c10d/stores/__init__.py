@@ -2,9 +2,9 @@
 
 from .base import Store
 from .file import FileStore
-from .hash import HashStore
 from .limits import StoreLimits
-from .prefix import PrefixStore
+from .state import HashStore
 from .tcp import TCPStore
+from .views import PrefixStore
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "StoreLimits", "TCPStore"]

@@ -1,4 +1,4 @@
-"""The state of a store that can be started again: it is in a log, and each operation of a client is done once.
+"""A store that can be started again: its state is in a log, and each operation of a client is done once.
 
 A client that has lost its connection cannot know whether its last operations have been done, and sends them again,
 with the numbers that they had. So the outcome of an operation that has changed something is remembered until its
@@ -11,24 +11,32 @@ queue: a store that is started again has it in the queue, for the client that as
 The log is an OperationLog. A change is appended before it is answered, so it survives the process; with `sync`,
 it is on the disk by then, and survives the host too. When the file has grown enough, another one takes its place
 that has the present state only.
+
+`serve` runs it in a process of its own, which outlives the workers.
 """
 
 import logging
 import os
 import secrets
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import final
 
 from ...errors import StoreError
+from ...net.addresses import format_address, host_for_listening, require_trusted
+from ...net.event_loop import acquire_event_loop
+from ...net.security import Credentials
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .limits import StoreLimits
 from .log import STORE_PROCESS, OperationLog
+from .server import StoreServer
 from .state import ADDING, KeyValueState, problem_of
 
-__all__ = ["DurableState"]
+__all__ = ["DurableState", "serve"]
+
 
 MAX_CLIENTS = 1 << 16
 """Clients whose last outcomes are remembered. Beyond it, those of the client are discarded that has been quiet for
@@ -298,3 +306,43 @@ def _refusal(error: StoreError) -> Outcome:
 
 def _key_of(pop: Operation) -> tuple[int, int]:
     return (pop.client, pop.number) if pop.client else (0, id(pop))
+
+
+def serve(
+    log: str, host: str, port: int, stopped: threading.Event, *, sync: bool = False, insecure: bool = False
+) -> None:
+    """Serves a store until an event is set. Prints its address in one line when it listens.
+
+    Args:
+        log: the path of its log, from which it goes on if it exists. Its folder must exist.
+        host: name or address to listen on.
+        port: to listen on; 0 for a free one.
+        stopped: ends it.
+        sync: whether each change is on the disk before it is answered. Without, changes survive this process, and
+            the last ones may be lost when the host fails.
+        insecure: allows an address that is not a loopback address, without credentials.
+
+    Raises:
+        StoreError: the log cannot be used, or the address needs credentials or `insecure`.
+        StoreNetworkError: the port is in use.
+        CredentialsError: the credentials in the environment are not valid.
+    """
+    credentials = Credentials.from_environment()
+    identity = credentials.identity() if credentials is not None else None
+    is_protected = insecure or identity is not None
+    require_trusted(host, insecure=is_protected, action="hosting a store on", how_to_allow="pass --insecure")
+    limits = StoreLimits()
+    state = DurableState(log, limits, sync=sync)
+    try:
+        server = StoreServer(limits, state)
+        loop = acquire_event_loop()
+        try:
+            where = host_for_listening(host, insecure=is_protected)
+            bound = loop.run(server.start(where, port, identity, insecure=insecure))
+            print(f"store on {format_address(host, bound)}, log {log}", flush=True)
+            stopped.wait()
+            loop.run(server.stop())
+        finally:
+            loop.release()
+    finally:
+        state.close()

@@ -7,9 +7,12 @@ its place, after the record that it was written after.
 What a writer has written when it, or its host, is killed is the beginning of a record, perhaps with zeros after
 it. Only that counts as unfinished: it has not been answered, and the next writer overwrites it. Everything else
 that is no record is damage, and refused: what is behind it has been answered.
+
+Processes that share the file lock it. A lock says which processes hold it.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -19,6 +22,8 @@ import struct
 import weakref
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from google.protobuf.message import DecodeError
@@ -26,38 +31,59 @@ from google.protobuf.message import DecodeError
 from ...errors import StoreError
 from ...net.inheritance import at_fork
 from ...proto.v1.store_pb2 import Operation
-from .file_lock import FileLock
-from .limits import MAX_BYTES
-from .parsing import parse_operation
+from .limits import MAX_BYTES, parse_operation
 
 __all__ = ["FILE_STORE", "STORE_PROCESS", "OperationLog"]
 
+
 FILE_STORE: Final = b"gradwire store 2\n"
+
+
 STORE_PROCESS: Final = b"gradwire store log 2\n"
 """How files begin: what they are, and the version of their format."""
 
+
 _KINDS: Final = {b"store": "the file of a FileStore", b"store log": "the log of a store process (gradwire store)"}
+
+
 _BEGINNING: Final = re.compile(rb"gradwire (store|store log) ([0-9]{1,9})\n")
+
+
 _MAX_BEGINNING_BYTES: Final = 64
+
 
 _MAX_RECORD_BYTES: Final = MAX_BYTES + 8192
 """Bytes of an operation at most: of a request, which has up to MAX_BYTES + 4096, and what a store adds to it."""
 
+
 _CHECKED: Final = struct.Struct("<II")
 """The length and the CRC-32 of the serialized operation that follows the header."""
+
 
 _CHECKSUM: Final = struct.Struct("<I")
 """The rest of the header: the CRC-32 of that, begun with the one of the header before; in the first record, with
 the CRC-32 of the beginning of the file."""
 
+
 _HEADER_BYTES: Final = _CHECKED.size + _CHECKSUM.size
+
 
 _END_MARK: Final = b"\n"
 """The last byte of a record. It is not zero, so a record that ends with zeros is known to be unfinished."""
 
+
 _CUT: Final = "it has been cut while this process used it"
 
+
 _BLOCK_BYTES: Final = 1 << 16
+
+
+_LOCKS = Path("/proc/locks")
+
+
+_MAX_NAMED = 4
+"""Processes that a message names at most: many may have locked a file for reading."""
+
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +97,7 @@ class _Place(NamedTuple):
 
 
 _START: Final = _Place(0, 0, 0)
+
 
 _open_logs: "weakref.WeakSet[OperationLog]" = weakref.WeakSet()
 
@@ -101,7 +128,7 @@ class OperationLog:
         except BaseException:
             self.close()
             raise
-        self.lock: Final = FileLock(self._file, path)
+        self.lock: Final = _FileLock(self._file, path)
         self._end = _START
         """After the last record that has been read or appended."""
         self._before = _START
@@ -307,3 +334,79 @@ def _close_inherited() -> None:
 
 
 at_fork(in_child=_close_inherited)
+
+
+@final
+class _FileLock:
+    """The lock of an open file. The kernel releases it when the process that holds it ends."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Locks nothing yet. The caller closes the descriptor."""
+        self._descriptor = descriptor
+        self._path = path
+
+    def try_acquire(self, *, exclusive: bool) -> bool:
+        """Locks the file against writers, and with `exclusive` against readers too. Never waits.
+
+        flock() has no timeout, so whoever waits for the lock tries again and again. It belongs to the open file,
+        so it also excludes other stores of this process; POSIX record locks do not. On NFS the kernel implements
+        it by record locks.
+
+        Returns whether the file is locked now. Raises StoreError if the file system has no locks.
+        """
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise StoreError(
+                f"the store's file {self._path!r} cannot be locked ({error.strerror}): choose a path on a "
+                "file system with locks"
+            ) from error
+        return True
+
+    def release(self) -> None:
+        """Unlocks the file."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def describe_holders(self) -> str:
+        """Returns which processes have locked the file, and what can be done about them, for messages."""
+        holders = list(dict.fromkeys(self._holders()))
+        if not holders:
+            return "it is locked, by no process that can be seen from here: look on the other hosts that share it"
+        shown = ", ".join(map(_describe, holders[:_MAX_NAMED])) + ", …" * (len(holders) > _MAX_NAMED)
+        return f"it is locked by {shown}: end what hangs, and continue what is stopped (kill -CONT)"
+
+    def _holders(self) -> Iterator[int]:
+        """Yields the processes that hold the lock, this one included."""
+        with suppress(OSError):  # without /proc, or when another thread has closed the file
+            status = os.fstat(self._descriptor)
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            for line in _LOCKS.read_text().splitlines():
+                fields = line.split()  # "1: FLOCK ADVISORY WRITE 4711 08:02:1234 0 EOF"; "->" is one that waits
+                if len(fields) < 6 or fields[1] not in ("FLOCK", "POSIX", "OFDLCK"):
+                    continue
+                place, _, inode = fields[5].rpartition(":")
+                # Of a file on an overlay, the kernel names a device that stat() does not know.
+                if int(inode) == status.st_ino and (place == device or _has_open(int(fields[4]), status)):
+                    yield int(fields[4])
+
+
+def _has_open(process: int, status: os.stat_result) -> bool:
+    """Returns whether a process is known to have a file open."""
+    with suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{process}/fd"):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{process}/fd/{descriptor}"), status):
+                    return True
+    return False
+
+
+def _describe(process: int) -> str:
+    """Returns a process with the name of its program and its state; the state may be of a moment ago."""
+    try:
+        program, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")[2].rpartition(") ")
+    except OSError:
+        return f"process {process}, which has ended, and whose child has its file still open"
+    stopped = ", stopped" if rest[:1] in ("T", "t") else ""
+    return f"process {process} ({program}{stopped})"

@@ -9,7 +9,9 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -18,17 +20,19 @@ import grpc
 from ...errors import StoreError, StoreNetworkError
 from ...net.addresses import allows_insecure, format_address, is_loopback, resolve
 from ...net.inheritance import note_grpc, note_peer, why_grpc_is_unusable
-from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
+from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Credentials, Identity, printable, tls_problem
 from ...net.user_sockets import SocketDirectory
 from ...net.waiting import wait_with_warnings
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from .hosted import ANSWER_TIMEOUT_S
-from .local_socket import find_store, who_listens
-from .parsing import parse_outcome
-from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
+from .limits import parse_outcome
+from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP, find_store, who_listens
 
-__all__ = ["RemoteServer"]
+__all__ = ["ANSWER_TIMEOUT_S", "ClockOffset", "RemoteServer", "clock_offset", "offset_by"]
+
+
+ANSWER_TIMEOUT_S = 60.0
+"""Seconds within which a server must answer, in addition to what the operation may wait for keys."""
 
 RESTART_TIMEOUT_S = 60.0
 """Seconds for which operations wait at most for a store that can be started again, each time that it is gone."""
@@ -41,6 +45,9 @@ FIND_INTERVALS_S = (0.001, 0.05)
 
 DIAGNOSIS_INTERVAL_S = 2.0
 """Seconds without a connection after which a client checks that its credentials are those of the master."""
+
+CLOCK_ROUNDS = 5
+"""Times that a clock is read: the quickest answer says most."""
 
 MAX_DETAILS = 1000
 """Characters of the message of a gRPC error that are shown."""
@@ -333,3 +340,48 @@ class RemoteServer:
 def _details(error: grpc.RpcError) -> str:
     """Returns the status code and the message of a gRPC error."""
     return f"{error.code().name}: {printable(error.details(), MAX_DETAILS)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """How far the clock of another host is ahead.
+
+    seconds: by how much; negative if it is behind.
+    error: seconds by which this may be wrong: half of the round trip.
+    """
+
+    seconds: float
+    error: float
+
+
+def clock_offset(host: str, port: int, timeout: float = 5.0) -> ClockOffset:
+    """Returns how far the clock of the host of a gradwire store is ahead of this host's.
+
+    The credentials are those in the environment. Each answer may take `timeout` seconds.
+
+    Raises:
+        StoreError: the store does not answer, refuses this process, or is of a release that has no clock.
+        CredentialsError: the credentials in the environment are not valid.
+    """
+    credentials = Credentials.from_environment()
+    server = RemoteServer(host, port, credentials.identity() if credentials is not None else None)
+    try:
+        server.clock(timeout)  # which also connects
+        return offset_by(lambda: server.clock(timeout))
+    finally:
+        server.close()
+
+
+def offset_by(
+    read: Callable[[], float], now: Callable[[], float] = time.time, ticks: Callable[[], float] = time.monotonic
+) -> ClockOffset:
+    """Returns how far another clock is ahead, which `read` asks for its time, in seconds."""
+    best = ClockOffset(0.0, math.inf)
+    for _ in range(CLOCK_ROUNDS):
+        began, before = ticks(), now()
+        theirs = read()
+        error = (ticks() - began) / 2
+        if error < best.error:
+            best = ClockOffset(theirs - (before + error), error)
+    return best

@@ -21,10 +21,9 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_types import TorchFileStore, TorchStore, TorchTCPStore
 from .base import Store
-from .describe import describe_store, innermost_store, layers
-from .hash import HashStore
+from .state import HashStore
 from .tcp import TCPStore
-from .view import StoreView
+from .views import StoreView, describe_store, innermost_store, layers
 
 __all__ = ["SealedStore", "seal"]
 

@@ -1,4 +1,9 @@
-"""The server of a TCPStore: the gRPC service gradwire.v1.Store, on the process's event loop."""
+"""The server of a TCPStore: the gRPC service gradwire.v1.Store, on the process's event loop.
+
+A port on the loopback address is open to every user of the host, and the server would serve them all. So without
+credentials it listens on a unix socket in a directory that only its user can use. The port names the socket. It is
+kept from other programs of this user, but nobody listens there, and if another user has it, that does not matter.
+"""
 
 import asyncio
 import errno
@@ -8,6 +13,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -20,13 +26,19 @@ from ...net.addresses import format_address, is_loopback, is_numeric, resolve
 from ...net.inheritance import note_grpc, note_listener, why_grpc_is_unusable
 from ...net.listening import ListenSettings
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
+from ...net.socket_owners import users_listening
 from ...net.socket_peers import MAX_ROUND_TRIP_S, half_of_descriptors
-from ...net.user_sockets import SocketFile
+from ...net.user_sockets import (
+    UNIX_SCHEME,
+    SocketDirectory,
+    SocketFile,
+    UnsafePathError,
+    is_listening,
+    store_socket_name,
+)
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from .limits import MAX_BYTES, StoreLimits
-from .local_socket import listen_locally, reserve_port
-from .parsing import parse_operation
+from .limits import MAX_BYTES, StoreLimits, parse_operation
 from .state import ADDING, KeyValueState, problem_of
 
 __all__ = [
@@ -37,8 +49,12 @@ __all__ = [
     "POP",
     "SERVICE",
     "StoreServer",
+    "find_store",
+    "listen_locally",
     "server_options",
+    "who_listens",
 ]
+
 
 SERVICE = "gradwire.v1.Store"
 EXECUTE = f"/{SERVICE}/Execute"
@@ -164,12 +180,18 @@ class StoreServer:
         return bound
 
     def _reserve(self, address: str, port: int) -> int:
-        """Keeps a port. Returns it, also if another user has it."""
+        """Keeps a port, or a free one for 0, from other programs, without listening there. Returns the port.
+
+        It does so too if another user has the port. Raises RuntimeError if a process of this user listens there, or
+        the address, a numeric one, is none of this host.
+        """
+        kept = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            kept = reserve_port(address, port)
+            kept.bind((address, port))
         except OSError as error:
-            raise RuntimeError(str(error)) from error
-        if kept is None:
+            kept.close()
+            if error.errno != errno.EADDRINUSE or not port or _is_taken(port):
+                raise RuntimeError(str(error)) from error
             return port
         self._reserved.append(kept)
         return int(kept.getsockname()[1])
@@ -424,3 +446,58 @@ def _bind_errno(address: str, port: int) -> int:
     except OSError as error:
         return error.errno or errno.EIO
     return errno.EIO
+
+
+def listen_locally(
+    listen: Callable[[str], object], host: str, port: int, *, insecure: bool = False
+) -> SocketFile | None:
+    """Has a server listen on a socket, by an address of gRPC. Clients find it by the port; messages name the host.
+
+    Returns the socket's file; None if there can be none, and with `insecure` the port will do.
+    """
+    try:
+        file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))
+        with file.claim():
+            listen(f"{UNIX_SCHEME}{file.bind_path}")
+    except FileExistsError as error:
+        raise StoreNetworkError(
+            f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
+            "(EADDRINUSE): another store of this user has this port"
+        ) from error
+    except (UnsafePathError, TimeoutError) as error:
+        if insecure:
+            return None
+        raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
+    return file
+
+
+def _is_taken(port: int) -> bool:
+    """Returns whether a process of this user listens on a port."""
+    try:
+        return os.geteuid() in users_listening(port)
+    except OSError:
+        return True
+
+
+def find_store(port: int) -> tuple[SocketDirectory, str] | None:
+    """Returns where this user's store that has a port listens; None without one.
+
+    That is an address of gRPC, which is good as long as the directory is open that comes with it. A store that was
+    killed has left its socket, maybe in another directory than that of the one that runs.
+    """
+    name = store_socket_name(port)
+    for directory in SocketDirectory.all_of_this_user():
+        with suppress(OSError):  # it is missing, or has just been bound and is not restricted yet
+            path = directory.reach(f"{directory.path}/{name}")
+            if is_listening(path):
+                return directory, UNIX_SCHEME + path
+    return None
+
+
+def who_listens(host: str, port: int) -> str:
+    """Returns, for messages, which other user listens on a port; empty if none does."""
+    with suppress(OSError):
+        for user in sorted(users_listening(port) - {os.geteuid()}):
+            where = format_address(host, port)
+            return f"user {user} listens on {where}, and a store of another user is not used"
+    return ""

@@ -1,15 +1,22 @@
-"""Defines what each operation of a store does. Every gradwire store runs its operations on a KeyValueState."""
+"""Defines what each operation of a store does. Every gradwire store runs its operations on a KeyValueState.
+
+A HashStore is one, in the memory of one process. What other stores add is how several processes share one.
+"""
 
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
+from .base import DEFAULT_TIMEOUT, Store, Timeout
 from .limits import MAX_BYTES, MAX_LISTED, StoreLimits
 
-__all__ = ["ADDING", "KeyValueState", "problem_of"]
+__all__ = ["ADDING", "HashStore", "KeyValueState", "problem_of"]
+
 
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 _INT64 = range(-(2**63), 2**63)
@@ -288,3 +295,36 @@ def _shown(key: str) -> str:
 
 def _too_large(size: int) -> Outcome:
     return Outcome(error=f"a result of {size} bytes exceeds the limit of {MAX_BYTES}: ask for fewer keys")
+
+
+@final
+class HashStore(Store):
+    """A store that the threads of one process share."""
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._state, self._changed = KeyValueState(), threading.Condition()
+        super().__init__(timeout)
+
+    def clone(self) -> "HashStore":
+        """Opens another HashStore on the same keys."""
+        twin = HashStore(self.timeout)
+        twin._state, twin._changed = self._state, self._changed
+        return twin
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._state.missing(operation):
+                if self._closed:
+                    raise self._closed_error()
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(remaining)
+            outcome = self._state.apply(operation)
+            if operation.kind in ADDING:
+                self._changed.notify_all()
+            return outcome
+
+    def _release(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from ...c10d.stores.prefix import PrefixStore
+from ...c10d.stores.views import PrefixStore
 from ...errors import NotInitializedError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ...c10d.stores.describe import store_host
+from ...c10d.stores.views import store_host
 from ...c10d.torch_types import TorchStore
 from ...errors import ProcessGroupError, RpcError, StoreError
 from ...net.addresses import is_loopback, is_numeric, is_tcp_address, resolve

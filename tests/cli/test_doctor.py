@@ -10,7 +10,7 @@ import time
 import pytest
 from click.testing import CliRunner, Result
 from gradwire.c10d import TCPStore
-from gradwire.c10d.stores import clock, remote, server
+from gradwire.c10d.stores import remote, server
 from gradwire.cli import credential_checks, host_checks
 from gradwire.cli.clock_check import check_clock
 from gradwire.cli.group import gradwire
@@ -142,23 +142,25 @@ def test_a_clock_that_cannot_be_compared(environment, free_port):
     assert [each.level for each in check_clock()] == ["ok"]
     environment.setenv("GRADWIRE_STORE", "node0")
     assert [each.level for each in check_clock()] == ["problem"]
-    environment.setattr(clock.clock_offset, "__defaults__", (0.2,))
+    environment.setattr(remote.clock_offset, "__defaults__", (0.2,))
     (finding,) = check_clock(f"127.0.0.1:{free_port}")
     assert (finding.level, "does not tell its time: no store of this user" in finding.text) == ("warning", True)
-    environment.setattr(clock.clock_offset, "__defaults__", (30.0,))
+    environment.setattr(remote.clock_offset, "__defaults__", (30.0,))
     environment.setattr(remote, "DIAGNOSIS_INTERVAL_S", 30.0)
     environment.setenv("GRADWIRE_TOKEN", TOKEN)
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         assert [each.level for each in check_clock(f"127.0.0.1:{store.port}")] == ["ok"]
         environment.delenv("GRADWIRE_TOKEN")
-        environment.setattr(clock.clock_offset, "__defaults__", (1.0,))
+        environment.setattr(remote.clock_offset, "__defaults__", (1.0,))
         (finding,) = check_clock(f"127.0.0.1:{store.port}")
     assert "demands credentials" in finding.text
 
 
 @given(
     ahead=st.floats(-1e6, 1e6),
-    trips=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=clock.ROUNDS, max_size=clock.ROUNDS),
+    trips=st.lists(
+        st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=remote.CLOCK_ROUNDS, max_size=remote.CLOCK_ROUNDS
+    ),
 )
 def test_the_offset_of_a_clock_is_as_exact_as_it_says(ahead, trips):
     here, left = [1000.0], [*trips]
@@ -170,6 +172,6 @@ def test_the_offset_of_a_clock_is_as_exact_as_it_says(ahead, trips):
         here[0] += back
         return told
 
-    found = clock.offset_by(read, lambda: here[0], lambda: here[0])
+    found = remote.offset_by(read, lambda: here[0], lambda: here[0])
     assert abs(found.seconds - ahead) <= found.error + 1e-6
     assert found.error == pytest.approx(min(sum(trip) for trip in trips) / 2, abs=1e-6)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
 from gradwire.c10d import FileStore, TCPStore
-from gradwire.c10d.stores import serving as command
+from gradwire.c10d.stores import durable as command
 from gradwire.errors import StoreError, StoreNetworkError
 
 from tests.c10d.members import total

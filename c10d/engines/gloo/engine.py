@@ -28,8 +28,7 @@ from ....net.interfaces import INTERFACE_VARIABLE, LOOPBACK, address_for_others
 from ....net.socket_owners import cut_off_other_users, own_listening_ports
 from ....torch_internals import AllgatherOptions
 from ...rendezvous.hosts import gather_consenting_hosts
-from ...stores.describe import store_host
-from ...stores.prefix import PrefixStore
+from ...stores.views import PrefixStore, store_host
 from ..base import Setup
 from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..memory import as_bytes, flat, join_bytes, split_bytes

@@ -22,7 +22,7 @@ from ....errors import ProcessGroupError
 from ....net.exchanged_values import parse_list, unexpected_value
 from ....net.host_identity import HostIdentity, can_share_loopback, can_share_memory
 from ...rendezvous.hosts import gather_consenting_hosts, listen
-from ...stores.prefix import PrefixStore
+from ...stores.views import PrefixStore
 from ..base import Setup
 from .operation import MpiProgress
 from .pmi import PmiServer, leave

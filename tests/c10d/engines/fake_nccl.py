@@ -17,7 +17,7 @@ import torch
 from gradwire.c10d import Store, register_engine
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
-from gradwire.c10d.stores.prefix import PrefixStore
+from gradwire.c10d.stores.views import PrefixStore
 from torch import Tensor
 
 DTYPES = {

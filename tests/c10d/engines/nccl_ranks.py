@@ -10,7 +10,7 @@ from gradwire.c10d import HashStore
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
 from gradwire.c10d.engines.reductions import Reduction
-from gradwire.c10d.stores.prefix import PrefixStore
+from gradwire.c10d.stores.views import PrefixStore
 from gradwire.errors import GroupAbortedError
 
 from tests.c10d.engines.fake_nccl import CpuGpus, StoreNccl

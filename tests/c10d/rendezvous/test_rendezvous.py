@@ -4,7 +4,7 @@ import pytest
 import torch.distributed
 from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, Rendezvous, TCPStore, rendezvous
 from gradwire.c10d.rendezvous.spawn_store import SpawnStore
-from gradwire.c10d.stores.describe import innermost_store
+from gradwire.c10d.stores.views import innermost_store
 from gradwire.errors import RendezvousError, StoreError
 
 from tests import ports

@@ -180,7 +180,7 @@ def test_a_file_removed_while_it_is_opened_is_created_again(path, monkeypatch):
         calls.append(how)
         lock(file, how)
 
-    monkeypatch.setattr("gradwire.c10d.stores.file_lock.fcntl.flock", remove_and_lock)
+    monkeypatch.setattr("gradwire.c10d.stores.log.fcntl.flock", remove_and_lock)
     with FileStore(str(path)) as store, FileStore(str(path)) as other:
         store.set("key", "value")
         assert other.get("key") == b"value"

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed
 from gradwire import c10d
 from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, StoreLimits, TCPStore, rendezvous
-from gradwire.c10d.stores.describe import is_insecure_store, store_credentials
 from gradwire.c10d.stores.sealed import SealedStore, seal
 from gradwire.c10d.stores.server import EXECUTE
+from gradwire.c10d.stores.views import is_insecure_store, store_credentials
 from gradwire.errors import CredentialsError, RendezvousError, StoreError
 from gradwire.net.security import SHARED_HOST_NAME, issuing
 from gradwire.net.security.issuing import Validity

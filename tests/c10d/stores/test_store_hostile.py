@@ -14,8 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from gradwire.c10d import FileStore, HashStore, StoreLimits, TCPStore
 from gradwire.c10d.stores import server as server_module
-from gradwire.c10d.stores.limits import MAX_FIELDS
-from gradwire.c10d.stores.parsing import parse_outcome
+from gradwire.c10d.stores.limits import MAX_FIELDS, parse_outcome
 from gradwire.c10d.stores.server import EXECUTE, POP
 from gradwire.errors import StoreError
 from gradwire.proto.v1 import store_pb2

@@ -16,11 +16,9 @@ import grpc
 import pytest
 from gradwire.c10d import StoreLimits, TCPStore, rendezvous
 from gradwire.c10d.stores import durable, remote
-from gradwire.c10d.stores.durable import DurableState
-from gradwire.c10d.stores.local_socket import listen_locally
+from gradwire.c10d.stores.durable import DurableState, serve
 from gradwire.c10d.stores.log import OperationLog
-from gradwire.c10d.stores.server import EXECUTE
-from gradwire.c10d.stores.serving import serve
+from gradwire.c10d.stores.server import EXECUTE, listen_locally
 from gradwire.c10d.stores.state import KeyValueState
 from gradwire.cli.group import run_command
 from gradwire.cli.store import command
