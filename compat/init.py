@@ -16,8 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from .. import rpc
-from ..c10d.rendezvous.registration import GroupKind, Registration
-from ..c10d.rendezvous.start_barrier import StartBarrier
+from ..c10d.rendezvous.start_barrier import GroupKind, Registration, StartBarrier
 from ..c10d.stores.sealed import seal
 from ..c10d.torch_types import TorchStore, TorchTCPStore
 from ..net.addresses import allows_insecure

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from ..c10d.rendezvous.launchers import LaunchedProcess, find_launched_process
+from ..c10d.rendezvous.url import LaunchedProcess, find_launched_process
 from .hosting import hosted_spawn_store, worker_environment
 from .supervisor import Backoff, supervise
 

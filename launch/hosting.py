@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from ..c10d.rendezvous.spawn_store import HOST, SpawnStore
+from ..c10d.rendezvous.url import SPAWN_STORE_HOST, SpawnStore
 from ..c10d.stores.tcp import TCPStore
 from ..errors import StoreError
 from ..net.listening import ListenSettings
@@ -77,7 +77,7 @@ def _hosted_store(credentials: Credentials, start_method: str) -> Iterator[int]:
 
 
 def _open_store(credentials: Credentials) -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, credentials=credentials)
+    return TCPStore(SPAWN_STORE_HOST, 0, is_master=True, credentials=credentials)
 
 
 def _host_store(credentials: Credentials, launcher: Connection, connection: Connection) -> None:
@@ -97,5 +97,5 @@ def _reserved_port() -> Iterator[int]:
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do that may listen on it
-        reserved.bind((HOST, ListenSettings.from_environment().ports.last_free(HOST)))
+        reserved.bind((SPAWN_STORE_HOST, ListenSettings.from_environment().ports.last_free(SPAWN_STORE_HOST)))
         yield reserved.getsockname()[1]

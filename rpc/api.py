@@ -9,7 +9,7 @@ from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
 from ..c10d.rendezvous.api import rendezvous
-from ..c10d.rendezvous.registration import GroupKind
+from ..c10d.rendezvous.start_barrier import GroupKind
 from ..c10d.torch_types import TorchStore
 from ..errors import NotInitializedError, RpcError
 from ..net.inheritance import why_grpc_is_unusable

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ..c10d.rendezvous.registration import GroupKind, Registration
-from ..c10d.rendezvous.start_barrier import StartBarrier
+from ..c10d.rendezvous.start_barrier import GroupKind, Registration, StartBarrier
 from ..c10d.stores.views import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..errors import LossCause, RendezvousError, WorkerLostError

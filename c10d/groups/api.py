@@ -20,7 +20,7 @@ from ...torch_internals import default_timeout
 from ..engines.mpi.world import MpiWorld, under_mpiexec
 from ..rendezvous.api import Rendezvous, rendezvous
 from ..rendezvous.hosts import linger
-from ..rendezvous.registration import GroupKind
+from ..rendezvous.start_barrier import GroupKind
 from ..stores.base import Timeout, to_seconds
 from ..stores.tcp import TCPStore
 from ..stores.views import PrefixStore

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from ...errors import GradwireError, ProcessGroupError, UnsupportedOperationError
 from ..reconfigure.handles import GroupHandle, parse_handles
 from ..reconfigure.round import Arrival, ReconfigureRound
-from ..rendezvous.registration import Registration
-from ..rendezvous.start_barrier import StartBarrier
+from ..rendezvous.start_barrier import Registration, StartBarrier
 from ..stores.views import PrefixStore
 from ..torch_types import TorchStore
 from .core import GroupCore

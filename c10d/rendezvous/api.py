@@ -17,8 +17,7 @@ from ..stores.sealed import SealedStore, seal
 from ..stores.tcp import TCPStore
 from ..stores.views import PrefixStore
 from ..torch_types import TorchStore, TorchTCPStore
-from .registration import GroupKind, Registration
-from .start_barrier import StartBarrier
+from .start_barrier import GroupKind, Registration, StartBarrier
 from .url import StoreAddress, parse_url
 
 __all__ = ["Rendezvous", "rendezvous"]

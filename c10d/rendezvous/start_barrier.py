@@ -12,23 +12,28 @@ after it.
 
 import json
 import logging
+import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, NoReturn, final
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Final, NamedTuple, NoReturn, Self, final
 
 from ...errors import RendezvousError
-from ...net.exchanged_values import parse_list, unexpected_value
+from ...net.exchanged_values import parse_dict, parse_list, unexpected_value
 from ...net.host_identity import network_id
-from ...net.security import printable_lines
+from ...net.security import printable, printable_lines
 from ...net.waiting import wait_with_warnings
 from ..stores.file import FileStore
 from ..stores.tcp import TCPStore
 from ..stores.views import describe_store, innermost_store, wait_for_keys
 from ..torch_types import TorchStore, TorchTCPStore
-from .registration import GroupKind, Registration
 
-__all__ = ["Outcome", "StartBarrier"]
+__all__ = ["GroupKind", "Outcome", "Registration", "StartBarrier"]
+
 
 HOST_LINGER_S = 1.0
 """Seconds for which the store's host stays after a failure, so that the other members can read the reason."""
@@ -44,14 +49,80 @@ that they look at again and again; and the seconds that the store takes for one 
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_KIND: Final = GroupKind()
-
 _NONE: Final = "nobody"
 """No registration. A compare-and-set from it to itself reads a key without waiting."""
 
 _STALE_HINT: Final = (
     ". If that was an earlier run, this store is left over from it: use a new one (another file, port or prefix)"
 )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """The kind of a group that forms. Groups of different kinds can use one store independently.
+
+    key: part of the store's keys; may be empty.
+    how_to_allow: how the caller allows addresses that are not loopback addresses, for messages.
+    may_rejoin: whether a process may have the rank of one that was in a group which has formed. It is not
+        registered then: the caller finds out what has become of the other one.
+    """
+
+    key: str = ""
+    how_to_allow: str = "pass insecure=True"
+    may_rejoin: bool = False
+
+
+_DEFAULT_KIND: Final = GroupKind()
+
+
+@cache
+def _process_id(_pid: int) -> str:
+    """Returns a random id of this process, different in its forks."""
+    return uuid.uuid4().hex
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """Who a process is in the group that it joins.
+
+    name: of the worker; empty if it has none.
+    rank: -1 if not given.
+    world_size: -1 if not given, for a dynamic group.
+    process: a random id, different for all processes.
+    description: of the process, for messages.
+    """
+
+    name: str = ""
+    rank: int
+    world_size: int
+    process: str = field(default_factory=lambda: _process_id(os.getpid()))
+    description: str = field(default_factory=lambda: f"process {os.getpid()} on {socket.gethostname()}")
+
+    def __str__(self) -> str:
+        if self.name:
+            return f"{self.name!r} (rank {self.rank}, {self.description})"
+        return f"rank {self.rank} ({self.description})"
+
+    @property
+    def without_rank(self) -> str:
+        """The worker's name and process, for messages that have its rank already."""
+        return f"{self.name!r} ({self.description})" if self.name else self.description
+
+    def to_json(self) -> str:
+        """Returns the value for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Reads the result of `to_json`. Raises RendezvousError if `text` is something else."""
+        kinds = {"name": str, "rank": int, "world_size": int, "process": str, "description": str}
+        try:
+            found = parse_dict(text, kinds)
+        except ValueError:
+            raise RendezvousError(unexpected_value(text, "a worker's registration")) from None
+        return cls(**{**found, "name": printable(found["name"]), "description": printable(found["description"])})
 
 
 class Outcome(NamedTuple):

@@ -1,15 +1,25 @@
-"""Parses rendezvous URLs, and completes them from arguments and the environment."""
+"""Where a group's store is, and which rank this process has: from a rendezvous URL, arguments and the environment.
+
+Launchers tell a process its rank and the world size by environment variables, each by its own.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ...errors import RendezvousError
-from .launchers import integer_variable, launcher_variables
-from .spawn_store import HOST, SpawnStore
+from ...net.security import Credentials
 
-__all__ = ["StoreAddress", "parse_url"]
+__all__ = [
+    "SPAWN_STORE_HOST",
+    "LaunchedProcess",
+    "SpawnStore",
+    "StoreAddress",
+    "find_launched_process",
+    "parse_url",
+]
+
 
 _EXAMPLES = {
     "env": "env://",
@@ -18,10 +28,69 @@ _EXAMPLES = {
     "store": "store://host:port?rank=0&world_size=2",
 }
 
-_VARIABLE = "GRADWIRE_STORE"
+_STORE_VARIABLE = "GRADWIRE_STORE"
+
+SPAWN_STORE_HOST = "127.0.0.1"
+"""The address of the store, and MASTER_ADDR of the processes."""
+
+_SPAWN_STORE_VARIABLE = "GRADWIRE_SPAWN_STORE"
 
 _TRUE_VALUES = {"true", "1"}
 """torchrun sets the variable to "True"; people also set it to "1"."""
+
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+"""The rank, in the containers of an Indexed Job of Kubernetes. They are not told how many there are."""
+
+_MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+"""Rank and world size under the mpiexec of MPICH and of Open MPI."""
+
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS")
+
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+"""Slurm's numbers of steps from here on are not of srun: batch scripts, and the shell that salloc starts."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SpawnStore:
+    """A TCPStore that the process which called `spawn` hosts at `SPAWN_STORE_HOST`.
+
+    port: the port of the store.
+    master_port: MASTER_PORT of the processes, at which this store is not. A process with another one has been
+        started by something else since, such as a torchrun that one of them runs.
+    token: the token of the store; None if it has the certificates in the environment.
+    """
+
+    port: int
+    master_port: int
+    token: str | None = field(repr=False)
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """Those of the store; None for those in the environment."""
+        return None if self.token is None else Credentials(token=self.token)
+
+    def to_environment(self) -> dict[str, str]:
+        """Returns the environment variables by which a process learns of the store."""
+        return {
+            "MASTER_ADDR": SPAWN_STORE_HOST,
+            "MASTER_PORT": str(self.master_port),
+            _SPAWN_STORE_VARIABLE: f"{self.port} {self.master_port} {self.token or ''}",
+        }
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "SpawnStore | None":
+        """Returns the store of which environment variables tell; None if there is none."""
+        if not (text := environment.get(_SPAWN_STORE_VARIABLE)):
+            return None
+        try:
+            port, master_port, token = text.split(" ")
+            found = cls(int(port), int(master_port), token or None)
+        except ValueError:  # without its text, which has a token
+            raise RendezvousError(
+                f"{_SPAWN_STORE_VARIABLE} in the environment is not what gradwire.launch.spawn has set"
+            ) from None
+        return found if environment.get("MASTER_PORT") == master_port else None
 
 
 @final
@@ -68,13 +137,13 @@ class StoreAddress:
         """Completes an `env://` address from environment variables; returns other addresses unchanged.
 
         RANK and WORLD_SIZE are optional if the group may be dynamic. If the caller has passed neither rank nor
-        world size, those that other launchers say count too: see `launchers.find_launched_process`.
+        world size, those that other launchers say count too: see `find_launched_process`.
         """
         if self.scheme != "env":
             return self
         if self.rank < 0 and self.world_size < 0:
-            environment = {**environment, **launcher_variables(environment)}
-        running = environment.get(_VARIABLE, "")
+            environment = {**environment, **_launcher_variables(environment)}
+        running = environment.get(_STORE_VARIABLE, "")
         needed = {
             "RANK": self.rank < 0,
             "WORLD_SIZE": self.world_size < 0,
@@ -91,17 +160,17 @@ class StoreAddress:
             )
         address = replace(
             self,
-            rank=integer_variable("RANK", environment) if self.rank < 0 else self.rank,
-            world_size=integer_variable("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
+            rank=_integer_variable("RANK", environment) if self.rank < 0 else self.rank,
+            world_size=_integer_variable("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
         )
         launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _TRUE_VALUES
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None
         if running:
             host, _, port = running.rpartition(":")
-            number = _port(port, f"{_VARIABLE}={running}")
+            number = _port(port, f"{_STORE_VARIABLE}={running}")
             return replace(address, host=host.strip("[]"), port=number, launcher_attempt=attempt, runs=True)
         if (spawn_store := SpawnStore.from_environment(environment)) is not None:
-            return replace(address, host=HOST, port=spawn_store.port, spawn_store=spawn_store)
+            return replace(address, host=SPAWN_STORE_HOST, port=spawn_store.port, spawn_store=spawn_store)
         return replace(
             address,
             host=environment["MASTER_ADDR"],
@@ -203,3 +272,85 @@ def _port(text: str, where: str) -> int:
 def _malformed(url: str, problem: str, scheme: str | None = None) -> RendezvousError:
     forms = [_EXAMPLES[scheme]] if scheme else list(_EXAMPLES.values())
     return RendezvousError(f"the rendezvous URL {url!r} is wrong: {problem}. Write it as {' or '.join(forms)}")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LaunchedProcess:
+    """What the launcher of a process says of it.
+
+    rank: from 0 to world_size - 1.
+    world_size: number of processes.
+    """
+
+    rank: int
+    world_size: int
+
+
+def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
+    """Returns what the launcher of a process says of it; None if no launcher has started it.
+
+    RANK and WORLD_SIZE come first, which torchrun and `gradwire spawn` set; then those of `_launcher_variables`.
+
+    Raises:
+        RendezvousError: one of a pair is missing, or they are no rank and size; or the process runs in the batch
+            script of a Slurm job of several tasks, not by srun.
+    """
+    complete = {**environment, **_launcher_variables(environment)}
+    values = {name: _integer_variable(name, complete) for name in ("RANK", "WORLD_SIZE")}
+    rank, world_size = values.values()
+    if rank < 0 and world_size < 0:
+        return None
+    for name, value in values.items():
+        if value < 0:
+            raise RendezvousError(
+                f"the environment has {'WORLD_SIZE' if name == 'RANK' else 'RANK'} and no {name}: set both, or "
+                "start the program by a launcher that does, such as torchrun"
+            )
+    if rank >= world_size:
+        raise RendezvousError(f"the environment says rank {rank} of {world_size}: ranks are 0 to {world_size - 1}")
+    return LaunchedProcess(rank, world_size)
+
+
+def _launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns RANK and WORLD_SIZE as far as a launcher says them by other variables, and they are not set.
+
+    mpiexec comes before Slurm, since it starts its processes by srun in a Slurm job. Raises RendezvousError if a
+    launcher says one of them only, or if this is the batch script of a Slurm job of several tasks.
+    """
+    if environment.get("RANK"):
+        return {}
+    if environment.get("WORLD_SIZE"):
+        return {"RANK": environment[INDEX_VARIABLE]} if environment.get(INDEX_VARIABLE) else {}
+    for variables in _MPI_VARIABLES:
+        if environment.get(variables[0]):
+            return _pair(variables, environment)
+    if environment.get(_SLURM_VARIABLES[0]):
+        if 0 <= _integer_variable("SLURM_STEP_ID", environment) < _FIRST_SPECIAL_STEP:
+            return _pair(_SLURM_VARIABLES, environment)
+        if (tasks := _integer_variable(_SLURM_VARIABLES[1], environment)) > 1:
+            raise RendezvousError(
+                f"this process runs in the batch script or the shell of a Slurm job of {tasks} tasks, once for "
+                "all of them: start the program by srun there, or set RANK and WORLD_SIZE"
+            )
+    return {}
+
+
+def _pair(variables: tuple[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    for name in variables:
+        if _integer_variable(name, environment) < 0:
+            raise RendezvousError(
+                f"the environment has {variables[0]} and no {name}: tell the launcher how many processes to "
+                "start, as by srun --ntasks=4, or set RANK and WORLD_SIZE"
+            )
+    return {"RANK": environment[variables[0]], "WORLD_SIZE": environment[variables[1]]}
+
+
+def _integer_variable(name: str, environment: Mapping[str, str]) -> int:
+    """Returns the number in an environment variable; -1 if it is not set. Raises RendezvousError for others."""
+    text = environment.get(name)
+    if not text:
+        return -1
+    if not (text.isascii() and text.strip().isdigit()):
+        raise RendezvousError(f"the environment has {name}={text}: set it to a number of 0 or more")
+    return int(text)

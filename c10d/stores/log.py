@@ -38,52 +38,38 @@ __all__ = ["FILE_STORE", "STORE_PROCESS", "OperationLog"]
 
 FILE_STORE: Final = b"gradwire store 2\n"
 
-
 STORE_PROCESS: Final = b"gradwire store log 2\n"
 """How files begin: what they are, and the version of their format."""
 
-
 _KINDS: Final = {b"store": "the file of a FileStore", b"store log": "the log of a store process (gradwire store)"}
-
 
 _BEGINNING: Final = re.compile(rb"gradwire (store|store log) ([0-9]{1,9})\n")
 
-
 _MAX_BEGINNING_BYTES: Final = 64
-
 
 _MAX_RECORD_BYTES: Final = MAX_BYTES + 8192
 """Bytes of an operation at most: of a request, which has up to MAX_BYTES + 4096, and what a store adds to it."""
 
-
 _CHECKED: Final = struct.Struct("<II")
 """The length and the CRC-32 of the serialized operation that follows the header."""
-
 
 _CHECKSUM: Final = struct.Struct("<I")
 """The rest of the header: the CRC-32 of that, begun with the one of the header before; in the first record, with
 the CRC-32 of the beginning of the file."""
 
-
 _HEADER_BYTES: Final = _CHECKED.size + _CHECKSUM.size
-
 
 _END_MARK: Final = b"\n"
 """The last byte of a record. It is not zero, so a record that ends with zeros is known to be unfinished."""
 
-
 _CUT: Final = "it has been cut while this process used it"
-
 
 _BLOCK_BYTES: Final = 1 << 16
 
-
 _LOCKS = Path("/proc/locks")
-
 
 _MAX_NAMED = 4
 """Processes that a message names at most: many may have locked a file for reading."""
-
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +83,6 @@ class _Place(NamedTuple):
 
 
 _START: Final = _Place(0, 0, 0)
-
 
 _open_logs: "weakref.WeakSet[OperationLog]" = weakref.WeakSet()
 

@@ -67,7 +67,6 @@ _CLIENT_OPTIONS = [
     ("grpc.client_idle_timeout_ms", round(500 * IDLE_TIMEOUT_S)),
 ]
 
-
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 """The statuses of a call that the server has not answered."""
 

@@ -182,7 +182,7 @@ class StoreServer:
     def _reserve(self, address: str, port: int) -> int:
         """Keeps a port, or a free one for 0, from other programs, without listening there. Returns the port.
 
-        It does so too if another user has the port. Raises RuntimeError if a process of this user listens there, or
+        Does so too if another user has the port. Raises RuntimeError if a process of this user listens there, or
         the address, a numeric one, is none of this host.
         """
         kept = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)

@@ -1,8 +1,9 @@
 """Views of other stores, gradwire's or not, and what lies under a view.
 
-A view runs its operations on any torch.distributed.Store: gradwire's, torch's in C++, or one that a user has written
-in Python. In those that are not gradwire's, it waits for keys by polling. A blocking wait inside one of torch's C++
-stores cannot be interrupted, even by Ctrl-C, and prints a C++ stack trace on timeout or when the store's server ends.
+A view runs its operations on any torch.distributed.Store: gradwire's, torch's in C++, or one that a user has
+written in Python. In those that are not gradwire's, it waits for keys by polling. A blocking wait inside one of
+torch's C++ stores cannot be interrupted, even by Ctrl-C, and prints a C++ stack trace on timeout or when the
+store's server ends.
 """
 
 import threading
@@ -36,7 +37,6 @@ __all__ = [
 
 MIN_POLL_INTERVAL_S = 0.001
 """Seconds between the first two checks for a key; the interval doubles with each check."""
-
 
 MAX_POLL_INTERVAL_S = 0.05
 """Seconds between two checks for a key at most."""
@@ -294,7 +294,6 @@ def _has_all(store: Any, keys: Sequence[str]) -> bool:
 
 _Handler = Callable[[Any, Operation, float, threading.Event], Outcome]
 """Runs an operation of one kind. Takes what `_execute_on` takes."""
-
 
 _HANDLERS: dict[int, _Handler] = {
     store_pb2.SET: lambda store, op, *_: _set(store, op),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.c10d.rendezvous.launchers import LaunchedProcess, find_launched_process
+from gradwire.c10d.rendezvous.url import LaunchedProcess, find_launched_process
 from gradwire.cli.credential_checks import VARIABLES
 from gradwire.net.listening import parse_ports
 

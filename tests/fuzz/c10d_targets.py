@@ -16,8 +16,8 @@ from gradwire.c10d import StoreLimits
 from gradwire.c10d.engines.mpi import pmi
 from gradwire.c10d.failure import detector as failure_detector
 from gradwire.c10d.failure.messages import parse_message
-from gradwire.c10d.rendezvous.registration import Registration
 from gradwire.c10d.rendezvous.start_barrier import Outcome as RoundOutcome
+from gradwire.c10d.rendezvous.start_barrier import Registration
 from gradwire.c10d.stores.limits import parse_operation
 from gradwire.c10d.stores.log import OperationLog
 from gradwire.c10d.stores.server import StoreServer

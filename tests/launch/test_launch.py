@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from gradwire import c10d, launch, rpc
 from gradwire.c10d import Credentials, TCPStore
-from gradwire.c10d.rendezvous.spawn_store import SpawnStore
+from gradwire.c10d.rendezvous.url import SpawnStore
 from gradwire.errors import CredentialsError, StoreError, WorkerLostError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 

@@ -18,7 +18,7 @@ from gradwire.c10d import Credentials, HashStore, StoreLimits, TCPStore, dump_fl
 from gradwire.c10d.engines.mpi import pmi
 from gradwire.c10d.failure import detector as failure_detector
 from gradwire.c10d.failure.detector import FailureDetector
-from gradwire.c10d.rendezvous.registration import Registration
+from gradwire.c10d.rendezvous.start_barrier import Registration
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import StoreError
 from gradwire.net.security import Audit, AuditEvent, printable, printable_lines

@@ -2,8 +2,7 @@
 
 import pytest
 from gradwire import launch
-from gradwire.c10d.rendezvous.launchers import LaunchedProcess, find_launched_process
-from gradwire.c10d.rendezvous.url import parse_url
+from gradwire.c10d.rendezvous.url import LaunchedProcess, find_launched_process, parse_url
 from gradwire.errors import RendezvousError
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed
 from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, Rendezvous, TCPStore, rendezvous
-from gradwire.c10d.rendezvous.spawn_store import SpawnStore
+from gradwire.c10d.rendezvous.url import SpawnStore
 from gradwire.c10d.stores.views import innermost_store
 from gradwire.errors import RendezvousError, StoreError
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.rpc
 from gradwire import c10d, compat, rpc
 from gradwire.c10d import FileStore, PrefixStore, TCPStore, rendezvous
-from gradwire.c10d.rendezvous import registration, start_barrier
+from gradwire.c10d.rendezvous import start_barrier
 from gradwire.errors import RendezvousError, RpcError
 from gradwire.net import waiting
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
@@ -283,7 +283,7 @@ def test_a_worker_that_has_registered_but_is_not_ready_is_named(url, workers):
     a, b = workers(2)
 
     def register() -> None:
-        rendezvous(url, rank=1, world_size=2, name="b", kind=registration.GroupKind("rpc"))
+        rendezvous(url, rank=1, world_size=2, name="b", kind=start_barrier.GroupKind("rpc"))
 
     b.run(register)
     text, _ = a.run(fail, "a", 0, 2, (url, {}, None), init_timeout=1)
