@@ -7,7 +7,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from ..wire.parsing import ALIGNMENT
-from ..wire.tensor_table import Gathered
+from ..wire.small_tensors import Gathered
 from .base import StartTransfer
 from .broadcast.sending import Broadcast
 from .channels import PeerChannels

@@ -26,7 +26,7 @@ from ..contracts.exposure import Exposure, MethodGuard, exposure_of
 from ..contracts.options import BY_VALUE
 from ..contracts.policy import Policy
 from ..wire import script, small_tensors, unpickling
-from ..wire.strides import MAX_DIMENSIONS
+from ..wire.tensor_memory import MAX_DIMENSIONS
 from ..wire.unpickling import as_parameter
 
 __all__ = [

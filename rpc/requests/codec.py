@@ -34,8 +34,8 @@ from ..peers.peer import Peer
 from ..peers.traffic import INLINE
 from ..policy.value_readers import make_reader
 from ..wire.failures import decode_failure, encode_failure
-from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.pickling import Packed, Packer, dumps
+from ..wire.small_tensors import decode_inline, encode_inline
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
 
 __all__ = ["CONFIRMED", "Codec", "Extensions", "Values"]

@@ -16,7 +16,8 @@ from ..peers.flow_control import has_event_loop
 from ..peers.peer import Peer
 from ..transports.base import Connecting
 from ..wire.pickling import Packed
-from ..wire.tensors import bytes_of, make_sendable
+from ..wire.tensor_memory import make_sendable
+from ..wire.tensors import bytes_of
 from .call import CallParts
 from .caller import Caller
 from .codec import Codec

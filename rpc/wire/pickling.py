@@ -25,8 +25,8 @@ from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.options import BY_NAME, BY_VALUE
 from .script import reduce_script_function, reduce_script_module
-from .shared_tensors import storage_addresses
 from .small_tensors import MAX_SMALL_BYTES, SMALL_TENSOR_COST_BYTES, pickle_small, reduce_small
+from .tensor_memory import storage_addresses
 from .tensors import check_all_sendable, check_sendable
 from .unpickling import (
     ONE_TENSOR,

@@ -1,4 +1,8 @@
-"""Tensors as protobuf messages: dtype, shape, and where the bytes of their elements are."""
+"""Tensors as protobuf messages, and back: dtype, shape, and where the bytes of their elements are.
+
+`small_tensors` has shorter ways for small ones. Elements on CUDA devices go by way of device memory where the
+channels can do that, else by way of the host. All copies of a message are started before the first is waited for.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,29 +17,33 @@ from ...torch_internals import quantized, quantized_per_channel
 from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
-from .dense_tensors import (
-    PutPayload,
-    as_bytes,
-    as_carrier,
-    check_count,
-    decode_on_device,
-    encode_from_devices,
-    header,
-    local_device,
+from .small_tensors import (
+    MAX_GATHERED_BYTES,
+    MAX_TINY_BYTES,
+    MIN_TENSORS,
+    Gathered,
+    GetPayload,
+    TableReader,
+    TableWriter,
+    contiguous_address,
+    copy_bytes,
+    plain_tensor,
 )
-from .dtypes import (
-    CARRIER_DTYPES,
+from .tensor_memory import (
     DTYPE_NUMBERS,
     DTYPES_BY_NUMBER,
     INTEGER_DTYPES,
+    MAX_DIMENSIONS,
     NUMPY_DTYPES,
     PLAIN_DTYPES,
+    as_bytes,
+    count_sent,
+    find_shared,
+    from_bytes,
+    is_shape,
+    restore_shared,
+    span,
 )
-from .inline_tensors import plain_tensor
-from .shared_tensors import find_shared, restore_shared
-from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
-from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides, span
-from .tensor_table import MAX_GATHERED_BYTES, MIN_TENSORS, Gathered, TableReader, TableWriter
 
 __all__ = [
     "UnmappedDeviceError",
@@ -44,11 +52,10 @@ __all__ = [
     "check_sendable",
     "decode_tensors",
     "encode_tensors",
-    "make_sendable",
 ]
 
-GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
-"""Returns the received bytes of a payload."""
+PutPayload = Callable[[memoryview], agent_pb2.Payload]
+"""Sends bytes, and returns where the receiver finds them."""
 
 T = TypeVar("T")
 
@@ -58,8 +65,6 @@ _CPU = torch.device("cpu")
 _is_contiguous, _dim = torch.Tensor.is_contiguous, torch.Tensor.dim
 _dtype, _layout, _nbytes = attrgetter("dtype"), attrgetter("layout"), attrgetter("nbytes")
 _is_cpu, _is_meta, _is_nested = attrgetter("is_cpu"), attrgetter("is_meta"), attrgetter("is_nested")
-
-_NOTHING: Mapping[int, agent_pb2.Tensor] = {}
 
 _LAYOUT_NUMBERS: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
     torch.sparse_coo: agent_pb2.SPARSE_COO,
@@ -151,19 +156,57 @@ def encode_tensors(
         devices: sends the elements of CUDA tensors; by default they are copied to the host one by one.
         put_gathered: sends those of many small tensors at once; by default they are sent one by one.
     """
-    made: Mapping[int, agent_pb2.Tensor] = _NOTHING
+    made: Mapping[int, agent_pb2.Tensor] = {}
     if len(tensors) > 1 and _CPU not in device_map and (shared := find_shared(tensors, leaves)):
         made = {
-            index: header(tensors[index], shared=place, strides=tensors[index].stride())
+            index: _header(tensors[index], shared=place, strides=tensors[index].stride())
             for index, place in shared.items()
         }
     if device_map and devices is not None:
-        made = {**made, **encode_from_devices(tensors, put, device_map, devices)}
+        made = {**made, **_encode_from_devices(tensors, put, device_map, devices)}
     if put_gathered is not None and len(tensors) >= MIN_TENSORS and not device_map:
         return _encode_many(tensors, put, put_gathered, made)
     return [
         made[index] if index in made else _encode(tensor, put, device_map) for index, tensor in enumerate(tensors)
     ]
+
+
+def _encode_from_devices(
+    tensors: Sequence[torch.Tensor], put: PutPayload, device_map: DeviceMap, writer: DeviceWriter
+) -> Mapping[int, agent_pb2.Tensor]:
+    """Returns the messages for those tensors of one envelope that are dense and on CUDA devices, by index.
+
+    `put` sends elements that are in the memory of the host, and the writer those on devices.
+    """
+    messages: dict[int, agent_pb2.Tensor] = {}
+    by_devices: dict[tuple[torch.device, torch.device], list[tuple[agent_pb2.Tensor, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_quantized:
+            continue
+        target = torch.device(device_map.get(tensor.device, "cpu"))
+        message = messages[index] = _header(tensor)
+        if target.type != "cpu":
+            message.device = str(target)
+        if not tensor.numel():
+            continue
+        strides, elements = as_bytes(tensor.detach())
+        message.strides.extend(strides)
+        by_devices.setdefault((tensor.device, target), []).append((message, elements))
+    staged: list[tuple[agent_pb2.Tensor, torch.Tensor]] = []
+    for (_, target), together in by_devices.items():
+        payloads = None
+        if target.type == "cuda":
+            payloads = writer.put_on_device([elements for _, elements in together], target)
+        if payloads is None:
+            staged.extend(together)
+        else:
+            for (message, _), payload in zip(together, payloads, strict=True):
+                message.data.CopyFrom(payload)
+    if staged:
+        on_host = writer.to_host([elements for _, elements in staged])
+        for (message, _), elements in zip(staged, on_host, strict=True):
+            message.data.CopyFrom(put(elements.numpy().data))
+    return messages
 
 
 def _encode_many(
@@ -207,6 +250,19 @@ def _encode_plain(tensor: torch.Tensor, put: PutPayload) -> agent_pb2.Tensor | N
     return message
 
 
+def _header(
+    tensor: torch.Tensor, strides: Sequence[int] = (), shared: agent_pb2.SharedMemory | None = None
+) -> agent_pb2.Tensor:
+    """Returns the message of a tensor, without its elements."""
+    return agent_pb2.Tensor(
+        dtype=DTYPE_NUMBERS[tensor.dtype],
+        sizes=tensor.shape,
+        strides=strides,
+        requires_grad=tensor.requires_grad,
+        shared=shared,
+    )
+
+
 def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DEVICES) -> agent_pb2.Tensor:
     if (
         tensor.dtype in NUMPY_DTYPES
@@ -214,7 +270,7 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
         and (plain := _encode_plain(tensor, put)) is not None
     ):
         return plain
-    message = header(tensor)
+    message = _header(tensor)
     if tensor.device.type == "meta":
         message.device = "meta"
         message.strides.extend(tensor.stride())
@@ -236,7 +292,7 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
             message.parts.extend(_encode(part, put) for part in parts)
     if tensor.numel():
         _check_memory(tensor)
-        strides, elements = as_bytes(as_carrier(tensor))
+        strides, elements = as_bytes(tensor)
         message.strides.extend(strides)
         message.data.CopyFrom(put(elements.cpu().numpy().data))
     return message
@@ -279,24 +335,6 @@ def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-
-
-def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that encoding does not copy: the given one, or a copy through which gradients flow back.
-
-    For a tensor that goes to several workers, so that it is copied once at most.
-    """
-    if tensor.layout is not torch.strided or tensor.dtype in CARRIER_DTYPES:
-        return tensor
-    is_kept = tensor.is_contiguous() or memory_of(tensor.shape, tensor.stride()) in (Memory.PLAIN, Memory.WINDOWS)
-    if is_kept and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    once = tensor
-    if not tensor.requires_grad:  # else each element may have a gradient of its own, repeated ones too
-        for dim, stride in enumerate(tensor.stride()):
-            once = once if stride else once.narrow(dim, 0, 1)
-    with torch.set_grad_enabled(tensor.requires_grad):
-        return once.resolve_conj().resolve_neg().contiguous().expand(tensor.shape)
 
 
 def decode_tensors(
@@ -365,14 +403,14 @@ def _decode(
     is_dense = is_copied and not message.parts and dtype not in INTEGER_DTYPES and 0 not in sizes
     if is_dense and devices is not None and started is not None:
         data = get(message.data)
-        return _finish(decode_on_device(message, sizes, dtype, data, devices, started), message)
+        return _finish(_decode_on_device(message, sizes, dtype, data, devices, started), message)
     try:
         if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
             return _decode_plain(message, sizes, dtype, get)
         tensor = _decode_on_host(message, sizes, dtype, get)
     except RuntimeError as error:
         raise ValueError(f"malformed tensor: {error}") from None
-    return _finish(tensor.to(local_device(message.device)) if is_copied else tensor, message)
+    return _finish(tensor.to(_local_device(message.device)) if is_copied else tensor, message)
 
 
 def _decode_on_host(
@@ -385,10 +423,14 @@ def _decode_on_host(
         return torch.empty_strided(sizes, tuple(message.strides), dtype=dtype, device="meta")
     if message.parts and dtype not in INTEGER_DTYPES:
         return _decode_sparse(message, sizes, get)
-    tensor = _decode_elements(message, sizes, dtype, get)
-    if dtype in INTEGER_DTYPES:
-        return _decode_quantized(message, tensor, dtype, get)
-    return tensor.view(dtype) if dtype in CARRIER_DTYPES else tensor
+    if 0 in sizes:
+        tensor = torch.empty(sizes, dtype=INTEGER_DTYPES.get(dtype, dtype))
+    else:
+        data = get(message.data)
+        _check_count(message, sizes, dtype, len(data))
+        elements = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
+        tensor = from_bytes(elements, sizes, tuple(message.strides), dtype)
+    return _decode_quantized(message, tensor, dtype, get) if dtype in INTEGER_DTYPES else tensor
 
 
 def _decode_plain(
@@ -407,17 +449,52 @@ def _decode_plain(
     return plain_tensor(memory, sizes, dtype, requires_grad=message.requires_grad)
 
 
-def _decode_elements(
-    message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, get: GetPayload
+def _decode_on_device(
+    message: agent_pb2.Tensor,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    data: Buffer | DeviceBuffer,
+    devices: DeviceReader,
+    started: list[StartedCopy],
 ) -> torch.Tensor:
-    """Returns the elements of a dense tensor, of the dtype as which they are copied."""
-    carrier = CARRIER_DTYPES.get(dtype, dtype)
-    if 0 in sizes:
-        return torch.empty(sizes, dtype=carrier)
-    data = get(message.data)
-    check_count(message, sizes, dtype, len(data))
-    writable = bytearray(data) if isinstance(data, bytes) else data
-    return restore_strides(torch.frombuffer(writable, dtype=carrier), sizes, tuple(message.strides))
+    """Returns the dense tensor of a message on the device that the message names, when its copy is complete.
+
+    `data` are its elements, of which there are some. The copy is added to `started`. Raises ValueError if the
+    message contradicts itself, or names a device that this worker does not have.
+    """
+    device = _local_device(message.device)
+    _check_count(message, sizes, dtype, len(data))
+    if isinstance(data, bytes):
+        data = memoryview(bytearray(data))
+    source = torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, memoryview) else data
+    elements, copy = devices.to_device(source, device)
+    if message.strides:
+        devices.wait([copy])  # restoring them may copy again, on another stream
+    else:
+        started.append(copy)
+    return from_bytes(elements, sizes, tuple(message.strides), dtype)
+
+
+def _check_count(message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, nbytes: int) -> None:
+    """Raises ValueError if so many bytes are no elements, or not all of a tensor without strides.
+
+    For a tensor with strides, `from_bytes` checks how many elements they are.
+    """
+    is_all = message.strides or math.prod(sizes) * dtype.itemsize == nbytes
+    if not nbytes or nbytes % dtype.itemsize or not is_all:
+        raise ValueError(f"malformed tensor: {nbytes} bytes for shape {tuple(sizes)} of {dtype}")
+
+
+def _local_device(name: str) -> torch.device:
+    """Returns the device of this worker that another worker's device map names. Raises ValueError."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"malformed tensor: no device is called {name!r}") from None
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"a device map sends a tensor to {device}, but this worker has {count} CUDA devices")
+    return torch.device("cuda", device.index or 0)
 
 
 def _finish(tensor: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from gradwire.rpc.transports.handshake import RefusedError
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.parsing import SMALL_BYTES, parse_envelope, parse_frame
-from gradwire.rpc.wire.strides import MAX_GAP_FACTOR
+from gradwire.rpc.wire.tensor_memory import MAX_GAP_FACTOR
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import strategies as st
 from torch.autograd.profiler_util import EventList

@@ -12,7 +12,7 @@ import torch
 from ....c10d.groups.membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...contracts.worker import WorkerInfo
-from ...wire.tensor_table import Gathered
+from ...wire.small_tensors import Gathered
 from ..base import StartTransfer
 from ..chunked.channel import ChunkedChannel
 from ..shared_memory.broadcast import SegmentBroadcast

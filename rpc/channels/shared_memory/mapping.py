@@ -6,7 +6,7 @@ import mmap
 import os
 from typing import final
 
-from ...wire.tensor_table import address_of
+from ...wire.small_tensors import address_of
 
 __all__ = ["MAX_SEGMENTS", "SEALS", "WRITE_SEALS", "Mapping", "address_and_size", "may_send_back"]
 

@@ -11,7 +11,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ...transports.socket_frames import FrameKind, FrameWriter
-from ...wire.tensor_table import Gathered
+from ...wire.small_tensors import Gathered
 from ..segment_limit import SegmentLimit
 from .mapping import address_and_size
 from .receiving import MappedSegments

@@ -15,7 +15,7 @@ from typing import final
 
 import numpy as np
 
-from ...wire.tensor_table import Gathered
+from ...wire.small_tensors import Gathered
 from ..segment_limit import SegmentLimit
 from .buffers_in_use import BuffersInUse
 from .mapping import SEALS, Mapping, may_send_back

@@ -19,7 +19,7 @@ from gradwire import rpc
 from gradwire.errors import PolicyError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.policy.value_readers import make_reader
-from gradwire.rpc.wire.dtypes import DTYPE_NUMBERS
+from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from gradwire.rref.methods import call_method
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.wire.dtypes import PLAIN_DTYPES
-from gradwire.rpc.wire.tensor_table import MAX_GATHERED_BYTES, Gathered
+from gradwire.rpc.wire.small_tensors import MAX_GATHERED_BYTES, Gathered
+from gradwire.rpc.wire.tensor_memory import PLAIN_DTYPES
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import given
 

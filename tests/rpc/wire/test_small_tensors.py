@@ -8,9 +8,9 @@ import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.rpc.policy.value_readers import make_reader
-from gradwire.rpc.wire.dtypes import DTYPE_NUMBERS, PLAIN_DTYPES
 from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.small_tensors import MAX_SMALL_BYTES, MAX_TINY_BYTES, pickle_small, small_tensor
+from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS, PLAIN_DTYPES
 from gradwire.rpc.wire.unpickling import unpickle
 from hypothesis import given
 from hypothesis import strategies as st

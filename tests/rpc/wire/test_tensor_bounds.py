@@ -9,7 +9,7 @@ from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.wire.small_tensors import small_tensor
-from gradwire.rpc.wire.strides import MAX_DIMENSIONS
+from gradwire.rpc.wire.tensor_memory import MAX_DIMENSIONS
 from gradwire.rpc.wire.tensors import decode_tensors
 from hypothesis import example, given
 from hypothesis import strategies as st
