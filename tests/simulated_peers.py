@@ -1,6 +1,7 @@
 """Peers of workers that are not there: what is sent to them goes to a transport of the test."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -8,9 +9,8 @@ from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.watcher import WorkerWatcher
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers.changes import Changes
+from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.peers.flow_control import FlowControl
-from gradwire.rpc.peers.link import Links
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.requests.call import CallCounter, CallParts
@@ -45,8 +45,7 @@ class SilentTransport:
 def simulated_parts(
     make_transport: Callable[[Peer, str], Any],
     messages: MessageListener | None = None,
-    make_changes: Callable[[WorkerInfo], Changes] | None = None,
-    links: Links | None = None,
+    links: Any = None,
     make_channels: Callable[[Peer], Any] | None = None,
 ) -> PeerParts:
     """Returns what peers share.
@@ -54,8 +53,7 @@ def simulated_parts(
     Args:
         make_transport: makes the transport to a peer, given its address, too.
         messages: handles what arrives; None if nothing does.
-        make_changes: see PeerParts; None if nobody is told.
-        links: see PeerParts; None if none of them ever changes.
+        links: see PeerParts; None if nobody is told what becomes of the peer.
         make_channels: makes the channels to a peer; None if all payloads are small.
     """
     parts: Any = SimpleNamespace(
@@ -64,7 +62,7 @@ def simulated_parts(
             renew=lambda ended: ended,
         ),
         channels=SimpleNamespace(to=make_channels or _refuse_large),
-        links=links if links is not None else SimpleNamespace(add=lambda _link: None, loop=None),
+        links=links or simulated_links(),
     )
     return PeerParts(
         parts.links,
@@ -72,7 +70,18 @@ def simulated_parts(
         lambda transport, _worker: transport,
         parts.channels,
         messages,  # type: ignore[arg-type]
-        make_changes or (lambda worker: Changes(worker, (), SimpleNamespace(submit=lambda _task: None))),  # type: ignore[arg-type]
+        FlowControlOptions(),
+    )
+
+
+def simulated_links(watchers: Sequence[WorkerWatcher] = (), executor: Any = None) -> Any:
+    """Returns what links share; the executor runs what the watchers do."""
+    return SimpleNamespace(
+        add=lambda _link: None,
+        loop=None,
+        lock=threading.Lock(),
+        watchers=watchers,
+        executor=executor or SimpleNamespace(submit=lambda _task: None),
     )
 
 
@@ -84,14 +93,34 @@ def silent_peer(
     worker: WorkerInfo, watchers: Sequence[WorkerWatcher] = (), executor: Any = None, transport: Any = None
 ) -> Peer:
     """Returns a peer that sends nothing, unless a transport is given; `watchers` are told what becomes of it."""
-    executor = executor or SimpleNamespace(submit=lambda _task: None)
     return Peer(
         Member(worker, ADDRESS, device_count=0, network="simulated"),
         simulated_parts(
             lambda _peer, _address: transport or SilentTransport(),
-            make_changes=lambda info: Changes(info, watchers, executor),
+            links=simulated_links(watchers, executor),
         ),
     )
+
+
+def suspect(peer: Peer, end: WorkerEnd, unsent: Collection[bytes] = (), *, waits: bool) -> None:
+    """Has a worker be suspect, as its link does."""
+    assert peer.link is not None
+    peer.suspect(end, unsent, waits=waits)
+    peer.link.tell_suspect(end.reason)
+
+
+def bring_back(peer: Peer) -> None:
+    """Has a suspect worker answer again."""
+    assert peer.link is not None
+    peer.reconnect()
+    peer.link.tell_back()
+
+
+def lose(peer: Peer, end: WorkerEnd) -> None:
+    """Has a worker be lost."""
+    assert peer.link is not None
+    peer.lose(end, ())
+    peer.link.tell_lost(end)
 
 
 def call_parts(

@@ -8,7 +8,6 @@ from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT
 from ..execution.executor import Executor
 from ..peers.control import ControlStreams
 from ..peers.peer import Pause, Peer
-from ..peers.received_requests import ReceivedRequests
 from ..requests.caller import Caller
 from ..requests.codec import Extensions
 from ..requests.server import Server
@@ -27,7 +26,6 @@ class Dispatcher:
         caller: Caller,
         server: Server,
         control: ControlStreams,
-        received: ReceivedRequests,
         extensions: Extensions,
         executor: Executor,
     ) -> None:
@@ -35,7 +33,6 @@ class Dispatcher:
         self._caller = caller
         self._server = server
         self._control = control
-        self._received = received
         self._extensions = extensions
         self._executor = executor
 
@@ -69,7 +66,7 @@ class Dispatcher:
         else:
             call = self._server.find(peer, envelope) if announced else self._server.arrive(peer, envelope)
             call.payloads = payloads
-            pause = self._received.add(peer.received, nbytes)
+            pause = peer.received.add(nbytes)
             self._executor.submit(self._server.serve, call)
             return pause
         return None
@@ -77,7 +74,7 @@ class Dispatcher:
     def on_rejected(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message that cannot be read."""
         self._take_control(peer, envelope)
-        pause = self._received.add(peer.received, 0)
+        pause = peer.received.add(0)
         self._executor.submit(self._reject, peer, envelope, error)
         return pause
 
@@ -88,7 +85,7 @@ class Dispatcher:
 
     def _reject(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Runs on a thread of the executor."""
-        self._received.begin(peer.received)
+        peer.received.begin()
         self._extensions.on_decode_error(peer.info, envelope, error)
         if envelope.type in ANSWERS:
             self._caller.on_rejected(peer, envelope, error)

@@ -36,16 +36,11 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.addresses import ListenAddress, connectable
-from ..membership.failure_log import FailureLog
 from ..membership.roster_log import RosterLog
-from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
-from ..peers.changes import Changes
 from ..peers.control import ControlStreams
-from ..peers.flow_control import FlowControl
-from ..peers.peer import Peer
-from ..peers.peers import Peers
-from ..peers.received_requests import ReceivedRequests
-from ..peers.traffic import sum_up
+from ..peers.flow_control import MIN_ANSWER_BYTES, Backlogs, FlowControl
+from ..peers.link import FailureLog
+from ..peers.peer import Peer, sum_up
 from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
 from ..requests.codec import CONFIRMED, Codec, Extensions, Values
@@ -88,7 +83,7 @@ class AgentFactories:
     executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread
-    control: Callable[[Peers, ControlValues, Scheduler], ControlStreams] = ControlStreams
+    control: Callable[[Mapping[int, Peer], ControlValues, Scheduler], ControlStreams] = ControlStreams
 
 
 @final
@@ -134,7 +129,7 @@ class GrpcAgent(RpcAgent):
         packer = Packer(options.pickler)
         values = self._values = Values(info, options, packer, self._network.audit)
         scheduler = factories.scheduler(f"gradwire-control-{info.name}", lambda: holder.bind_thread(self))
-        self.control = self._control = factories.control(peers, values, scheduler)
+        self.control = self._control = factories.control(peers.by_id, values, scheduler)
         self._extensions = Extensions(packer)
         self._codec = Codec(
             options, values, self._extensions, self._control, self._network.channels.devices.staging
@@ -147,16 +142,13 @@ class GrpcAgent(RpcAgent):
         )
         self._caller = Caller(parts, self._codec, factories.deadlines)
         self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.channels.broadcasts)
-        self._received = ReceivedRequests(options.flow_control)
         backlogs = Backlogs(options.flow_control, self._network.call_soon)
-        self._server = Server(parts, self._codec, self._received, self._served, backlogs)
+        self._server = Server(parts, self._codec, self._served, backlogs)
         self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(self._all_gather_service.handlers())
         self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
         self._control.on(CANCELLED, self._server.on_cancelled, is_quick=True)
-        self._dispatcher = Dispatcher(
-            self._caller, self._server, self._control, self._received, self._extensions, self._executor
-        )
+        self._dispatcher = Dispatcher(self._caller, self._server, self._control, self._extensions, self._executor)
         self._watchers: list[WorkerWatcher] = [
             self._server,  # first: nothing of a lost worker begins after the program has been told
             self.worker_events,
@@ -180,8 +172,7 @@ class GrpcAgent(RpcAgent):
 
     def listen(self, where: ListenAddress) -> str:
         """Starts serving; returns the address at which others dial."""
-        make_changes = partial(Changes, watchers=self._watchers, executor=self._executor)
-        return self._network.listen(where, self._dispatcher, make_changes)
+        return self._network.listen(where, self._dispatcher, self._watchers)
 
     def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
         """Makes the extensions, and lets all members of the group in.
@@ -396,7 +387,7 @@ class GrpcAgent(RpcAgent):
         return {
             **self._flow_control.figures(peer.window),
             "send_queue_bytes": peer.queued_bytes(),
-            **self._received.figures(peer.received),
+            **peer.received.figures(),
             **self._server.backlogs.figures(peer.backlog),
             "parked_requests": peer.parked_requests,
         }

@@ -19,6 +19,7 @@ from ..channels.cuda.torch_runtime import TorchDevices
 from ..contracts.control import ControlMessages
 from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
@@ -27,7 +28,6 @@ from ..membership.evictions import Evictions
 from ..membership.roster_follower import RosterFollower
 from ..membership.roster_log import RosterLog
 from ..membership.vouching import Vouching
-from ..peers.changes import Changes
 from ..peers.link import Links
 from ..peers.peer import MessageListener, Peer, PeerParts
 from ..peers.peers import Peers
@@ -111,25 +111,23 @@ class Network:
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
         self._endpoint.serve({"Exchange": exchange, "Transfer": transfer, "Vouch": vouch})
 
-    def listen(
-        self, where: ListenAddress, messages: MessageListener, make_changes: Callable[[WorkerInfo], Changes]
-    ) -> str:
+    def listen(self, where: ListenAddress, messages: MessageListener, watchers: Sequence[WorkerWatcher]) -> str:
         """Starts serving; returns the address at which other workers dial: see `Member.address`.
 
         Args:
             where: the address to listen at.
             messages: handles what arrives.
-            make_changes: see PeerParts.
+            watchers: are told what becomes of other workers; others may be added until `open`.
         """
         loop, wrap = self._events.loop, self._seams.wrap
-        links = Links(loop, self._options.liveness, where, self._evictions)
+        links = Links(loop, self._options.liveness, where, self._evictions, watchers, self._executor)
         self._parts = PeerParts(
             links,
             self._streams,
             lambda transport, peer: wrap(transport, peer, loop),
             self.channels,
             messages,
-            make_changes,
+            self._options.flow_control,
         )
         self._endpoint.reach = where.reach
         self._vouching.where = where

@@ -78,7 +78,8 @@ class RosterFollower:
             for peer in self._peers.all():
                 peer.evicted(self._peers.me.name, me.reason or me.why)
         for member in joined:
-            self._peers.of(member.info).changes.joined()
+            if (link := self._peers.of(member.info).link) is not None:
+                link.tell_joined()
 
     def close(self) -> None:
         """Takes in nothing any more. Called on any thread."""

@@ -1,25 +1,32 @@
-"""The link to a worker: whether it is connected, suspect or lost, and how it heals.
+"""The link to a worker: whether it is connected, suspect or lost, how it heals, and who is told of that.
 
 A link whose connection breaks without a goodbye is being checked first. If nobody listens any more where the
 worker did, its process is gone, and it is lost. Else it is dialled again, at once and then with growing pauses. If
 that has not succeeded soon, the worker is suspect, until either worker has connected to the other, or its lease is
 over.
+
+All watchers are told of each change, in one order: see WorkerWatcher.
 """
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, final
 
-from ...errors import LossCause
+from ...errors import EvictedError, LossCause, Outcome, WorkerLostError, WorkerSuspectError
+from ..contracts.agent import RpcAgent
 from ..contracts.liveness import Liveness
+from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import PROCESS_ENDED, WorkerEnd
+from ..execution.executor import Executor
 from ..transports.liveness import Reach, probe, probe_now
 
-__all__ = ["Addresses", "Evictor", "Link", "LinkOwner", "LinkState", "Links"]
+__all__ = ["Absence", "Addresses", "Evictor", "FailureLog", "Link", "LinkOwner", "LinkState", "Links"]
 
 CHECK_S = 0.1
 """Seconds after which a worker whose connection broke is suspect, if it is not connected again or lost by then."""
@@ -41,6 +48,12 @@ MAX_PAUSE_S = 2.0
 LEASE_STEPS = 16
 """Parts in which a lease is counted. One in which this process was stopped counts as two at most."""
 
+MAX_NAMED = 8
+"""The number of missing workers that a log line names at most."""
+
+_Change = Callable[[WorkerWatcher], object]
+"""Tells a watcher of a change."""
+
 log = logging.getLogger(__name__)
 
 
@@ -54,6 +67,33 @@ class LinkState(Enum):
     """Its connection broke just now."""
     SUSPECT = "suspect"
     LOST = "lost"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why nothing can be sent to a worker now.
+
+    end: how it ended, or its connection did.
+    is_lost: whether it will not come back.
+    waits: whether calls wait for it.
+    evicted: the name of this worker, if it was evicted itself.
+    """
+
+    end: WorkerEnd
+    is_lost: bool = False
+    waits: bool = False
+    evicted: str = ""
+
+    def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError | EvictedError:
+        """Returns the error of a call to the worker with this name, which is not sent."""
+        error: WorkerLostError | WorkerSuspectError | EvictedError
+        if self.evicted:
+            error = EvictedError(self.evicted, self.end.reason)
+        else:
+            error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
+        error.outcome = Outcome.NOT_SENT
+        return error
 
 
 class LinkOwner(Protocol):
@@ -77,16 +117,13 @@ class LinkOwner(Protocol):
         """Sends again, by the transport that has connected."""
 
     def suspect(self, end: WorkerEnd, unsent: Collection[bytes], *, waits: bool) -> None:
-        """Handles a worker that does not answer; `back` or `lose` follows.
+        """Handles a worker that does not answer; `reconnect` or `lose` follows.
 
         Args:
             end: how its connection broke.
             unsent: the beginnings of the envelopes that have not left this process, and will not.
             waits: whether calls that have not been sent, and those that follow, wait for the worker.
         """
-
-    def back(self) -> None:
-        """Handles a suspect worker that answers again."""
 
     def lose(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles the loss of a worker; see `suspect`. Called once."""
@@ -117,12 +154,23 @@ class Links:
     """What the links of one agent share, and what concerns all of them. Used on the event loop."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, liveness: Liveness, addresses: Addresses, evictor: Evictor
+        self,
+        loop: asyncio.AbstractEventLoop,
+        liveness: Liveness,
+        addresses: Addresses,
+        evictor: Evictor,
+        watchers: Sequence[WorkerWatcher],
+        executor: Executor,
     ) -> None:
+        """Watchers may be added before there is a connection. The executor runs what may take their time."""
         self.loop = loop
         self.liveness = liveness
         self.addresses = addresses
         self.evictor = evictor
+        self.watchers = watchers
+        self.executor = executor
+        self.lock = threading.Lock()
+        """Guards what is being told of each link."""
         self._links: list[Link] = []
 
     def add(self, link: "Link") -> None:
@@ -168,6 +216,8 @@ class Link:
         self._healing: asyncio.Task[None] | None = None
         self._attempt: asyncio.Future[None] | None = None
         """Done when an attempt to connect has failed."""
+        self._handling: list[_Change] = []
+        """The changes that the watchers handle, in their order. Guarded by the lock of the links."""
         links.add(self)
 
     def describe(self) -> Mapping[str, Any]:
@@ -207,7 +257,7 @@ class Link:
         self._set_state(LinkState.CONNECTED)
         self._end = None
         log.warning("worker %s is back after %.1f s", self._worker.name, self._loop.time() - self._broke_at)
-        self._owner.back()
+        self.tell_back()
 
     def on_broken(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection that broke, or could not be made."""
@@ -267,12 +317,14 @@ class Link:
         log.warning("worker %s is suspect: %s", self._worker.name, end.reason)
         waits = in_passing or self._links.liveness.when_suspect == "wait"
         self._owner.suspect(end, self._unsent, waits=waits)
+        self.tell_suspect(end.reason)
 
     def _lose(self, end: WorkerEnd) -> None:
         self._stop_healing()
         self._set_state(LinkState.LOST)
         self._end = end
         self._owner.lose(end, self._unsent)
+        self.tell_lost(end)
         self._unsent = frozenset()
         if not end.orderly:
             self._links.addresses.clean_up(self._address)
@@ -311,6 +363,62 @@ class Link:
         self._lose(WorkerEnd(LossCause.DISCONNECTED, reason))
         self._links.evictor.evict(self._worker, reason)
 
+    # The watchers, which are told of each change.
+
+    def tell_joined(self) -> None:
+        """Tells that the worker has joined."""
+        worker = self._worker
+        self._tell(lambda each: each.note_joined(worker), lambda each: each.on_worker_joined(worker))
+
+    def tell_suspect(self, reason: str) -> None:
+        """Tells that the worker does not answer."""
+        worker = self._worker
+        self._tell(
+            lambda each: each.note_suspect(worker, reason), lambda each: each.on_worker_suspect(worker, reason)
+        )
+
+    def tell_back(self) -> None:
+        """Tells that the worker answers again."""
+        worker = self._worker
+        self._tell(lambda each: each.note_back(worker), lambda each: each.on_worker_back(worker))
+
+    def tell_lost(self, end: WorkerEnd) -> None:
+        """Tells that the worker is lost."""
+        worker = self._worker
+        self._tell(lambda each: each.note_lost(worker, end), lambda each: each.on_worker_lost(worker, end))
+
+    def _tell(self, note: _Change, handle: _Change) -> None:
+        executor = self._links.executor
+        tasks = [self._try(note, watcher) for watcher in self._links.watchers]
+        for task in tasks:  # when all have noted it: what runs then may make calls
+            if callable(task):
+                executor.submit(task)
+        with self._links.lock:
+            self._handling.append(handle)
+            is_first = len(self._handling) == 1
+        if is_first:
+            executor.submit(self._handle_each)
+
+    def _handle_each(self) -> None:
+        """Has the watchers handle one change after another. Runs on a thread of the executor."""
+        while True:
+            for watcher in self._links.watchers:
+                self._try(self._handling[0], watcher)
+            with self._links.lock:
+                del self._handling[0]
+                if not self._handling:
+                    return
+
+    def _try(self, change: _Change, watcher: WorkerWatcher) -> object:
+        """Tells a watcher of a change. What it raises must not keep the others from being told."""
+        try:
+            return change(watcher)
+        except Exception:
+            log.exception("a change of worker %s cannot be handled", self._worker.name)
+            return None
+
+    # Connecting again.
+
     async def _heal(self) -> None:
         """Connects to a worker again and again, until it is back or lost, which ends this."""
         pause, round_trip = FIRST_PAUSE_S, self._links.liveness.suspect_after
@@ -340,3 +448,44 @@ class Link:
         await asyncio.wait((attempt,), timeout=seconds)
         if not attempt.done():
             self._owner.break_off("it does not answer")
+
+
+@final
+class FailureLog(WorkerWatcher):
+    """Logs each worker that has failed in one line, however often and by whomever this worker learns of it.
+
+    Safe to use from any thread.
+    """
+
+    def __init__(self, *, dynamic: bool) -> None:
+        self._dynamic = dynamic
+        self.failed: dict[int, str] = {}
+        """The ids of workers that were lost without leaving, and why they are lost; it grows."""
+        self._lock = threading.Lock()
+        self._logged: set[int] = set()
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Logs a worker that is lost, and counts it as failed if it did not leave."""
+        # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
+        if end.orderly or (self._dynamic and end.cause is LossCause.UNREACHABLE):
+            log.info("worker %s is lost: %s", worker.name, end.reason)
+            return
+        with self._lock:
+            level = logging.INFO if worker.wire_id in self._logged else logging.WARNING
+            self._logged.add(worker.wire_id)
+        log.log(level, "worker %s is lost: %s", worker.name, end.reason)
+        self.failed[worker.wire_id] = end.reason  # not before: a shutdown says that it goes without this worker
+
+    def on_shutdown(self, agent: RpcAgent, failed: Mapping[int, str]) -> None:
+        """Logs the workers that take no part in a shutdown, and have not been logged.
+
+        `failed` are the ids of the workers that are known anywhere to have failed, and why.
+        """
+        with self._lock:
+            new = failed.keys() - self._logged
+            self._logged |= new
+        missing = [f"{each.name} ({failed[each.wire_id]})" for each in agent.workers() if each.wire_id in new]
+        if missing:
+            more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+            names = ", ".join(missing[:MAX_NAMED])
+            log.warning("worker %s shuts down without %s%s", agent.info.name, names, more)

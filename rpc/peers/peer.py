@@ -6,19 +6,21 @@ again in its place has another one. This worker is a peer of its own, which has 
 - Sending: whoever has a message for the worker calls `send`, which hands it to the transport.
 - Receiving: the transport calls `on_envelope`, and the channels collect the payloads; then it is a message.
 - Its life: the transport reports to the link whether it is connected, broken or closed. The link decides what
-  that means (link.py), and calls `disconnect`, `reconnect`, `suspect`, `back` or `lose`, which tell all watchers
-  in one order (changes.py).
+  that means (link.py), calls `disconnect`, `reconnect`, `suspect` or `lose`, and tells all watchers.
 """
 
 import concurrent.futures
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
 from google.protobuf.message import DecodeError
 
-from ...errors import EvictedError, LossCause, Outcome, SerializationError, WorkerLostError, WorkerSuspectError
+from ...errors import LossCause, SerializationError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.channels import Channels, PeerChannels
@@ -29,6 +31,7 @@ from ..channels.payloads import PayloadReader, read_inline
 from ..channels.shared_memory.peer import PeerSegments
 from ..contracts.member import Member
 from ..contracts.messages import Outgoing
+from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..transports.base import Transport, TransportClosedError
@@ -38,15 +41,25 @@ from ..transports.settings import MAX_ENVELOPE_BYTES
 from ..transports.sockets import TCP, UNIX
 from ..transports.unconnected import ENDED, LoopbackTransport
 from ..wire.parsing import check_envelope
-from .backlog import Backlog
-from .changes import Changes
-from .control_stream import ControlStream
-from .flow_control import Window
-from .link import Link, Links, LinkState
-from .received_requests import ReceivedQueue
-from .traffic import Traffic
+from .control import ControlStream
+from .flow_control import CALL_BYTES, Backlog, Window
+from .link import Absence, Link, Links, LinkState
 
-__all__ = ["LARGE_BYTES", "Absence", "MessageListener", "Pause", "Peer", "PeerParts", "check_size"]
+__all__ = [
+    "INLINE",
+    "LARGE_BYTES",
+    "MessageListener",
+    "Pause",
+    "Peer",
+    "PeerParts",
+    "ReceivedQueue",
+    "Traffic",
+    "check_size",
+    "sum_up",
+]
+
+INLINE = "inline"
+"""The name of the channel of what is in an envelope, or attached to it."""
 
 LARGE_BYTES = 1 << 20
 """Bytes of an envelope from which on it may be larger than what receivers accept."""
@@ -89,7 +102,7 @@ class PeerParts:
     wrap: wraps every transport.
     channels: what their channels share.
     messages: handles what arrives.
-    make_changes: makes what tells of the changes of a peer's state.
+    flow_control: bounds what waits here.
     """
 
     links: Links
@@ -97,34 +110,153 @@ class PeerParts:
     wrap: Callable[[Transport, WorkerInfo], Transport]
     channels: Channels
     messages: MessageListener
-    make_changes: Callable[[WorkerInfo], Changes]
+    flow_control: FlowControlOptions
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Absence:
-    """Why nothing can be sent to a worker now.
+class ReceivedQueue:
+    """The requests of one worker that have arrived and have not begun to run. Safe to use from any thread.
 
-    end: how it ended, or its connection did.
-    is_lost: whether it will not come back.
-    waits: whether calls wait for it.
-    evicted: the name of this worker, if it was evicted itself.
+    Beyond a bound, nothing more is read from the worker until half of them have begun. That delays everything that
+    the worker sends, answers included, but for a finite time: the executor begins every request that is queued,
+    whatever the functions that run wait for. So it cannot close a circle of waits.
     """
 
-    end: WorkerEnd
-    is_lost: bool = False
-    waits: bool = False
-    evicted: str = ""
+    def __init__(self, options: FlowControlOptions) -> None:
+        self._max_requests = options.max_received
+        self._max_bytes = options.max_received_bytes
+        self._sizes: deque[int] = deque()
+        """The bytes of each, in the order of arrival. They begin in nearly the same order."""
+        self._limit = min(self._max_requests, self._max_bytes // CALL_BYTES)
+        """The number at which reading pauses, with as many bytes as there are."""
+        self._lock = threading.Lock()
+        # Guarded by the lock.
+        self._extra_bytes = 0
+        """Bytes of large requests beyond CALL_BYTES of each."""
+        self.pause: Pause = None
+        """Done when reading may go on; None unless it pauses."""
 
-    def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError | EvictedError:
-        """Returns the error of a call to the worker with this name, which is not sent."""
-        error: WorkerLostError | WorkerSuspectError | EvictedError
-        if self.evicted:
-            error = EvictedError(self.evicted, self.end.reason)
-        else:
-            error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
-        error.outcome = Outcome.NOT_SENT
-        return error
+    def add(self, nbytes: int) -> Pause:
+        """Counts a request that has arrived and waits for a thread, with the bytes of its envelope and payloads.
+
+        Returns a future before which nothing more should be read from the worker; None if there is no need.
+        """
+        if nbytes > CALL_BYTES:
+            self._add_bytes(nbytes - CALL_BYTES)
+        self._sizes.append(nbytes)
+        return self._begin_pause() if len(self._sizes) > self._limit else None
+
+    def begin(self) -> int:
+        """Counts a request that begins to run, or is postponed; returns its bytes."""
+        nbytes = self._sizes.popleft()
+        if nbytes > CALL_BYTES:
+            self._add_bytes(CALL_BYTES - nbytes)
+        if self.pause is not None:
+            self._end_pause()
+        return nbytes
+
+    def figures(self) -> Mapping[str, int]:
+        """Returns the number of these requests, and their bytes."""
+        with self._lock:
+            return {
+                "received_requests": len(self._sizes),
+                "received_bytes": len(self._sizes) * CALL_BYTES + self._extra_bytes,
+                "reading_paused": int(self.pause is not None),
+            }
+
+    def _add_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self._extra_bytes += nbytes
+            self._limit = min(self._max_requests, (self._max_bytes - self._extra_bytes) // CALL_BYTES)
+
+    def _begin_pause(self) -> Pause:
+        with self._lock:
+            if len(self._sizes) <= self._limit:
+                return self.pause
+            if self.pause is None:
+                self.pause = concurrent.futures.Future()
+            pause = self.pause
+        self._end_pause()  # if requests have begun in between: `begin` may have seen no pause
+        return pause
+
+    def _end_pause(self) -> None:
+        """Ends the pause if half of what is allowed, or less, has not begun."""
+        with self._lock:
+            count, pause = len(self._sizes), self.pause
+            nbytes = count * CALL_BYTES + self._extra_bytes
+            if pause is None or (count and (2 * count > self._max_requests or 2 * nbytes > self._max_bytes)):
+                return
+            self.pause = None
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled with the connection
+            pause.set_result(None)
+
+
+@final
+class Traffic:
+    """The messages, and the bytes of their bodies and tensors, in both directions. Safe to use from any thread.
+
+    Whoever sends or receives a message with all of its bytes inside counts that up here, with the lock.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.messages_sent = self.messages_received = 0
+        """Messages."""
+        self.bytes_sent = 0
+        """Bytes, those of a broadcast counted for one of its receivers only."""
+        self.inline_sent = self.inline_received = 0
+        """Bytes inside the messages."""
+        self._apart_sent: dict[str, int] = {}
+        """Bytes outside them, by channel."""
+        self._apart_received: dict[str, int] = {}
+
+    def sent_by_channel(self, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
+        """Counts a message that has been sent with payloads outside it: the bytes inside it, and apart by channel.
+
+        `nbytes` are all of them, without those of a broadcast that another message has counted.
+        """
+        with self.lock:
+            self.messages_sent += 1
+            self.bytes_sent += nbytes
+            self.inline_sent += inline
+            for channel, count in apart.items():
+                self._apart_sent[channel] = self._apart_sent.get(channel, 0) + count
+
+    def sent_again(self, nbytes: int) -> None:
+        """Counts a payload that is sent once more, because it did not arrive."""
+        with self.lock:
+            self.bytes_sent += nbytes
+
+    def received_by_channel(self, by_channel: Mapping[str, int]) -> None:
+        """Counts a message that has arrived; its bytes by channel, those inside it as INLINE."""
+        with self.lock:
+            self.messages_received += 1
+            for channel, count in by_channel.items():
+                if channel == INLINE:
+                    self.inline_received += count
+                else:
+                    self._apart_received[channel] = self._apart_received.get(channel, 0) + count
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there has been a message."""
+        return bool(self.messages_sent or self.messages_received)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns the messages sent and received, and the bytes."""
+        with self.lock:
+            bytes_received = self.inline_received + sum(self._apart_received.values())
+            return self.messages_sent, self.messages_received, self.bytes_sent, bytes_received
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the counts; channels that have carried nothing are left out."""
+        with self.lock:
+            return {
+                "messages_sent": self.messages_sent,
+                "messages_received": self.messages_received,
+                "bytes_sent": {INLINE: self.inline_sent, **self._apart_sent},
+                "bytes_received": {INLINE: self.inline_received, **self._apart_received},
+            }
 
 
 @final
@@ -136,8 +268,6 @@ class Peer:
 
     # Each of these is made when it is first used: most workers of a large group never talk to each other.
 
-    changes: Changes
-    """Tells what becomes of it."""
     channels: PeerChannels
     """Carry payloads to it, and from it."""
     window: Window
@@ -399,15 +529,10 @@ class Peer:
         """Handles that it does not answer; see LinkOwner."""
         self.absence = Absence(end, waits=waits)
         self._unsent = unsent
-        self.changes.suspect(end.reason)
 
     def reconnect(self) -> None:
         """Sends again."""
         self.absence = None
-
-    def back(self) -> None:
-        """Handles that it answers again."""
-        self.changes.back()
 
     def lose(self, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles its loss; see LinkOwner."""
@@ -418,7 +543,6 @@ class Peer:
             channels.drop(ConnectionError(end.reason))
             # Little is kept of a lost worker. Who asks for its channels later gets others, which carry nothing.
             self.__dict__.pop("channels", None)
-        self.changes.lost(end)
 
     def take_unsent(self) -> Collection[bytes]:
         """Returns, once, the beginnings of the envelopes that were queued when its connection broke, or ended."""
@@ -448,9 +572,8 @@ class Peer:
 _PARTS: Mapping[str, Callable[[Peer], Any]] = {
     "channels": lambda peer: peer._parts.channels.to(peer),
     "backlog": lambda peer: Backlog(peer.info, peer.queued_bytes),
-    "changes": lambda peer: peer._parts.make_changes(peer.info),
     "control": lambda peer: ControlStream(peer.info),
-    "received": lambda _: ReceivedQueue(),
+    "received": lambda peer: ReceivedQueue(peer._parts.flow_control),
     "traffic": lambda _: Traffic(),
     "window": lambda peer: Window(peer.info),
 }
@@ -474,3 +597,10 @@ def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         "the message",
         f"its envelope has {problem}: too many tensors or references; stack small tensors into large ones",
     )
+
+
+def sum_up(traffic: Iterable[Traffic]) -> dict[str, int]:
+    """Returns the sums of counts, by name."""
+    names = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+    sums = map(sum, zip((0, 0, 0, 0), *(each.counts() for each in traffic), strict=True))
+    return dict(zip(names, sums, strict=True))

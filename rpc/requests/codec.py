@@ -30,8 +30,7 @@ from ..contracts.messages import Buffer, Handler, Incoming, MessageType, Outgoin
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..peers.control import ControlStreams
-from ..peers.peer import Peer
-from ..peers.traffic import INLINE
+from ..peers.peer import INLINE, Peer
 from ..policy.value_readers import make_reader
 from ..wire.failures import decode_failure, encode_failure
 from ..wire.pickling import Packed, Packer, dumps

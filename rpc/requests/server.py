@@ -65,10 +65,8 @@ from ..contracts.watcher import WorkerWatcher
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.deadlines import Deadlines, DeadlinesFactory
-from ..peers.backlog import MIN_ANSWER_BYTES, Backlogs
-from ..peers.flow_control import CALL_BYTES
+from ..peers.flow_control import CALL_BYTES, MIN_ANSWER_BYTES, Backlogs
 from ..peers.peer import Peer
-from ..peers.received_requests import ReceivedRequests
 from .call import CallCounter, CallKey, CallParts
 from .codec import Codec
 
@@ -294,7 +292,6 @@ class Server(WorkerWatcher):
         self,
         parts: CallParts,
         codec: Codec,
-        received: ReceivedRequests,
         calls: ServedCalls,
         backlogs: Backlogs,
     ) -> None:
@@ -306,7 +303,6 @@ class Server(WorkerWatcher):
         self._codec = codec
         self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
         self._counter, self._nesting = parts.counter, parts.flow_control.nesting
-        self._received = received
         self.backlogs = backlogs
 
     def arrive(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
@@ -329,7 +325,7 @@ class Server(WorkerWatcher):
     def serve(self, call: ServedCall) -> None:
         """Runs a request and answers it, or has it wait. Runs on a thread of the executor."""
         source, envelope, handler = call.source, call.envelope, call.handler
-        call.nbytes = self._received.begin(source.received)
+        call.nbytes = source.received.begin()
         if envelope.HasField("control"):
             self._codec.control.process(source.control)
         if handler is None:
@@ -394,7 +390,7 @@ class Server(WorkerWatcher):
 
     def _submit_again(self, call: ServedCall) -> None:
         """Has a request run that was postponed or parked, if nothing else keeps it from that by then."""
-        self._received.add(call.source.received, call.nbytes)
+        call.source.received.add(call.nbytes)
         self._executor.submit(self.serve, call)
 
     def reject(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:

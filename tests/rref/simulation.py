@@ -30,16 +30,16 @@ from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
+from gradwire.rpc.contracts.watcher import WorkerWatcher
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.peers.changes import Changes
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers
 
 from tests.addresses import address_here
 from tests.rref.chance import Chance
-from tests.simulated_peers import SilentTransport, simulated_parts
+from tests.simulated_peers import SilentTransport, bring_back, lose, simulated_links, simulated_parts, suspect
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"
@@ -255,11 +255,10 @@ class SimulatedNetwork:
         self._machine = machine
         self._parts: PeerParts
 
-    def listen(
-        self, _where: object, messages: MessageListener, make_changes: Callable[[WorkerInfo], Changes]
-    ) -> str:
+    def listen(self, _where: object, messages: MessageListener, watchers: Sequence[WorkerWatcher]) -> str:
         make_transport = partial(SimulatedTransport, self._machine)
-        self._parts = simulated_parts(make_transport, messages, make_changes)
+        links = simulated_links(watchers, SimulatedExecutor(self._machine))
+        self._parts = simulated_parts(make_transport, messages, links)
         self.messages = messages
         return "simulated"
 
@@ -456,12 +455,11 @@ class World:
             if (here, there) not in self._healing:
                 self._healing.append((here, there))
             self.unwanted += [each for each in here.arrived_from(there) if each.type in ANSWERS]
-            here.peer(there).suspect(BROKEN, unsent, waits=True)
+            suspect(here.peer(there), BROKEN, unsent, waits=True)
 
     def _heal(self, here: Machine, there: Machine) -> None:
         self._healing.remove((here, there))
-        here.peer(there).reconnect()
-        here.peer(there).back()
+        bring_back(here.peer(there))
 
     # Death.
 
@@ -497,7 +495,7 @@ class World:
         self._notices.remove((knower, dead))
         self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
         end = WorkerEnd(LossCause.DISCONNECTED, REASON)
-        knower.peer(dead).lose(end, ())
+        lose(knower.peer(dead), end)
 
 
 def _take(tasks: deque[Task], index: int) -> Task:

@@ -17,6 +17,7 @@ from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
 from tests.rref.test_senders import tell
+from tests.simulated_peers import bring_back, suspect
 
 kept: list[rpc.RRef] = []
 
@@ -163,9 +164,8 @@ def test_a_value_whose_creating_message_is_lost_is_not_awaited_for_ever(agents):
         rref = rpc.remote(owner.info, add, (1, 2))
         rpc.rpc_sync(third.info, keep, (rref,))
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 1)
-    user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
-    user.peers.of(owner.info).reconnect()
-    user.peers.of(owner.info).back()
+    suspect(user.peers.of(owner.info), BROKEN, waits=False)
+    bring_back(user.peers.of(owner.info))
     del rref
     wait_until(lambda: count(owner, "num_awaited_rrefs") == 0)
     with holder.using(third), pytest.raises(RRefError, match="is gone"):
@@ -197,9 +197,8 @@ def test_an_owner_asks_again_for_what_has_changed_since_it_asked(agents, monkeyp
         rpc.rpc_sync(third.info, keep, (rref,))
     wait_until(lambda: answers)
     monkeypatch.undo()
-    user.peers.of(owner.info).suspect(BROKEN, (), waits=False)
-    user.peers.of(owner.info).reconnect()
-    user.peers.of(owner.info).back()
+    suspect(user.peers.of(owner.info), BROKEN, waits=False)
+    bring_back(user.peers.of(owner.info))
     wait_until(lambda: count(owner, "num_forks") == 2)
     assert count(owner, "num_awaited_rrefs") == 1
     owner.control.run(answers[0])

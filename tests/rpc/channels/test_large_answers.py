@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.peers.backlog import Backlog, Backlogs
+from gradwire.rpc.peers.flow_control import Backlog, Backlogs
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until

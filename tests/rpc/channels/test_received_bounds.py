@@ -24,8 +24,8 @@ from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.execution import executor
-from gradwire.rpc.peers.backlog import Backlog, Backlogs
-from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
+from gradwire.rpc.peers.flow_control import Backlog, Backlogs
+from gradwire.rpc.peers.peer import ReceivedQueue
 from gradwire.rpc.transports import outbox
 
 from tests.remote_functions import add, identity, wait_until
@@ -62,7 +62,7 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
     for number in range(1, 10):
         a.peers.of(b.info).on_envelope(announcement(number, MIB), 100)
     wait_until(lambda: (of_b.count, of_b.nbytes) == (4, 4 * MIB))
-    wait_until(lambda: not a._server._received.figures(a.peers.of(b.info).received)["received_requests"])
+    wait_until(lambda: not a.peers.of(b.info).received.figures()["received_requests"])
     wait_until(lambda: len(a._server.calls.waiting) == 4)  # those that are refused are forgotten a moment later
     with holder.using(c):
         tensor = torch.ones(MIB // 4, requires_grad=True)
@@ -224,8 +224,8 @@ def reference_when_released() -> rpc.RRef:
 
 
 def test_rejected_messages_count_as_received():
-    received, queue = ReceivedRequests(FlowControlOptions(max_received=4)), ReceivedQueue()
-    pauses = [received.add(queue, 0) for _ in range(6)]
+    queue = ReceivedQueue(FlowControlOptions(max_received=4))
+    pauses = [queue.add(0) for _ in range(6)]
     assert pauses[:4] == [None] * 4
     assert isinstance(pauses[5], concurrent.futures.Future)
 

@@ -31,7 +31,6 @@ from gradwire.rpc.membership.presence import Presence
 from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.membership.vouching import Verdict, Vote, verdict_of
-from gradwire.rpc.peers.changes import Changes
 from gradwire.rpc.peers.link import Links, LinkState
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
@@ -143,8 +142,7 @@ class SimulatedWorker(WorkerWatcher):
         )
         self._parts = simulated_parts(
             partial(_Stream, self),
-            make_changes=lambda worker: Changes(worker, (self,), self),  # type: ignore[arg-type]
-            links=Links(group.loop, LIVENESS, endpoint, self.evictions),
+            links=Links(group.loop, LIVENESS, endpoint, self.evictions, (self,), self),  # type: ignore[arg-type]
         )
 
     def open(self) -> None:

@@ -13,7 +13,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.execution import scheduler
-from gradwire.rpc.peers import control, control_stream
+from gradwire.rpc.peers import control
 from gradwire.rref import forks
 from gradwire.rref.forks import References
 
@@ -185,7 +185,7 @@ def wait_here() -> str:
 
 
 def test_a_sender_does_not_run_ahead_of_its_acknowledgements(agents, monkeypatch):
-    monkeypatch.setattr(control_stream, "WINDOW", 600)
+    monkeypatch.setattr(control, "WINDOW", 600)
     a, b = agents(2)
     got: list[int] = []
     b.control.on("note", lambda _sender, number: got.append(number))

@@ -4,7 +4,7 @@ import pytest
 from gradwire.errors import LimitReachedError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers.control_stream import ControlStream, Unacknowledged
+from gradwire.rpc.peers.control import ControlStream, Unacknowledged
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -34,7 +34,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.simulated_peers import SilentTransport, call_parts, silent_peer
+from tests.simulated_peers import SilentTransport, bring_back, call_parts, lose, silent_peer, suspect
 
 ME = WorkerInfo("me", 0)
 PEER = WorkerInfo("peer", 1)
@@ -271,19 +271,18 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.peer.absence is None)
     @rule(waits=st.booleans())
     def suspect(self, waits: bool) -> None:
-        self.peer.suspect(BROKEN, (), waits=waits)
+        suspect(self.peer, BROKEN, waits=waits)
 
     @precondition(lambda self: self.peer.absence is not None and self.peer.end is None)
     @rule()
     def come_back(self) -> None:
-        self.peer.reconnect()
-        self.peer.back()
+        bring_back(self.peer)
 
     @precondition(lambda self: self.peer.end is None)
     @rule()
     def lose(self) -> None:
         self.world.sent.clear()
-        self.peer.lose(PROCESS_ENDED, ())
+        lose(self.peer, PROCESS_ENDED)
 
     @invariant()
     def each_ends_once(self) -> None:
@@ -330,7 +329,7 @@ def test_an_attempt_that_waits_for_capacity_counts_no_longer_when_its_worker_is_
     waiting = [loop.create_task(caller.send_async(PEER, request, 60)) for _ in range(2)]
     loop.run_ready()
     assert peer.window.waiting
-    peer.lose(PROCESS_ENDED, ())
+    lose(peer, PROCESS_ENDED)
     threads.run()
     loop.run_ready()
     assert all(each.done() for each in waiting)
@@ -371,7 +370,7 @@ def test_an_answer_to_a_call_that_has_not_been_sent_ends_its_wait(is_confirmed):
     assert waiting.result().done()
     assert not peer.window.waiting
     answer(1)
-    peer.suspect(BROKEN, (), waits=True)
+    suspect(peer, BROKEN, waits=True)
     postponed = caller.send(PEER, Request(CALL, None, keep=object()), 0)
     answer(3)
     assert postponed.done()

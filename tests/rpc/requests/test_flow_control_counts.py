@@ -15,7 +15,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
 from gradwire.rpc.peers.flow_control import CALL_BYTES, FlowControl, Waiter, Window
-from gradwire.rpc.peers.received_requests import ReceivedQueue, ReceivedRequests
+from gradwire.rpc.peers.peer import ReceivedQueue
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader
 
 from tests.remote_functions import wait_until
@@ -190,11 +190,11 @@ def test_calls_are_admitted_in_their_order():
     ],
 )
 def test_reading_pauses_and_goes_on(options, sizes):
-    received, queue, other = ReceivedRequests(options), ReceivedQueue(), ReceivedQueue()
+    queue, other = ReceivedQueue(options), ReceivedQueue(options)
     waiting: list[int] = []
     pauses = 0
     for nbytes in sizes:
-        pause = received.add(queue, nbytes)
+        pause = queue.add(nbytes)
         waiting.append(nbytes)
         is_over = (
             len(waiting) > options.max_received
@@ -202,18 +202,18 @@ def test_reading_pauses_and_goes_on(options, sizes):
         )
         assert (pause is not None) == is_over
         assert queue.pause is pause
-        assert received.add(other, 1) is None
-        received.begin(other)
+        assert other.add(1) is None
+        other.begin()
         if pause is not None:
             pauses += 1
             while not pause.done():
                 assert waiting, "everything has begun, and nothing is read"
-                received.begin(queue)
+                queue.begin()
                 waiting.pop(0)
             assert len(waiting) <= options.max_received / 2
             assert queue.pause is None
     assert pauses
-    assert received.figures(queue)["received_requests"] == len(waiting)
+    assert queue.figures()["received_requests"] == len(waiting)
 
 
 def frame(number: int, nbytes: int = 0) -> bytes:
@@ -250,7 +250,7 @@ def end_of_reading(end: EnvelopeSocket) -> Callable[[], bool]:
 def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
     executor = Executor(2, "test-pauses")
     mine, other = socket.socketpair()
-    received, queue = ReceivedRequests(rpc.FlowControlOptions(max_received=1)), ReceivedQueue()
+    queue = ReceivedQueue(rpc.FlowControlOptions(max_received=1))
     seen: list[int] = []
     ended = threading.Event()
     later = Later()
@@ -258,7 +258,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
     def on_envelope(envelope: agent_pb2.Envelope, size: int) -> object:
         assert 0 <= size - len(envelope.SerializeToString()) < 1000  # with what its parts take
         seen.append(envelope.id)
-        return received.add(queue, size)
+        return queue.add(size)
 
     end = EnvelopeSocket("unix", mine, executor, FrameReader(on_envelope), lambda _reason: ended.set())
     try:
@@ -283,7 +283,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
             assert ended.wait(20)
         else:
             for _ in range(2):
-                received.begin(queue)
+                queue.begin()
             wait_until(lambda: seen == [1, 2, 3, 4])
         other.shutdown(socket.SHUT_RDWR)
         sender.join(20)

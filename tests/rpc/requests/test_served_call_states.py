@@ -13,9 +13,8 @@ from gradwire.rpc.contracts.extension import Awaited, Extension
 from gradwire.rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Outgoing
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.peers.backlog import Backlogs
+from gradwire.rpc.peers.flow_control import Backlogs
 from gradwire.rpc.peers.peer import Peer
-from gradwire.rpc.peers.received_requests import ReceivedRequests
 from gradwire.rpc.requests.call import CallCounter
 from gradwire.rpc.requests.codec import Extensions
 from gradwire.rpc.requests.server import ServedCall, ServedCalls, Server
@@ -156,7 +155,6 @@ class Requests(RuleBasedStateMachine):
         extensions = Extensions(Packer())
         extensions.add(self.functions)
         options = FlowControlOptions(max_in_flight=MAX_PARKED, max_received=MAX_PARKED)
-        self.received = ReceivedRequests(options)
         make_clock: Any = NoClock
         self.calls = ServedCalls(options, make_clock, "test")
         self.counter = CallCounter(self.calls.running)
@@ -165,7 +163,6 @@ class Requests(RuleBasedStateMachine):
         self.server = Server(
             parts,
             codec,  # type: ignore[arg-type]
-            self.received,
             self.calls,
             Backlogs(options, lambda _task: None),
         )
@@ -198,7 +195,7 @@ class Requests(RuleBasedStateMachine):
         self.announced.remove(identifier)
         call = self.server.find(self.peer, self.arrived[identifier].envelope)
         call.payloads = read_inline
-        self.received.add(self.peer.received, 0)
+        self.peer.received.add(0)
         self.threads.submit(self.server.serve, call)
 
     @rule(count=st.integers(1, 5))
@@ -248,7 +245,7 @@ class Requests(RuleBasedStateMachine):
         while self.announced:
             call = self.server.find(self.peer, self.arrived[self.announced.pop()].envelope)
             call.payloads = read_inline
-            self.received.add(self.peer.received, 0)
+            self.peer.received.add(0)
             self.threads.submit(self.server.serve, call)
         self.threads.run(1000)  # those that need values now wait for them
         for promise in self.functions.promises.values():
@@ -264,7 +261,7 @@ class Requests(RuleBasedStateMachine):
         assert not self.counter.in_flight
         assert not self.server.answering.in_flight
         assert self.peer.parked_requests == 0
-        assert self.received.figures(self.peer.received)["received_requests"] == 0
+        assert self.peer.received.figures()["received_requests"] == 0
 
 
 TestRequests = Requests.TestCase
