@@ -16,8 +16,7 @@ from ..rpc.contracts.devices import Device
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
 from ..rpc.execution.futures import Future
-from ..rref.api import call_needing, remote
-from ..rref.rref import RRef
+from ..rref.rref import RRef, call_needing, remote
 from ..torch_internals import RecursiveScriptModule, tree_map_only
 from .script import check_interface, compile_module, reduce_script_module, scriptable_module
 

@@ -10,7 +10,7 @@ import torch
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future
 from ..rref import RRef
-from ..rref.api import remote_needing
+from ..rref.rref import remote_needing
 from .checkpoint import StateDict, build_state_dict, check_state_dict, state_by_index
 from .local_optimizer import LocalOptimizer, OptimizerDescription, ParameterState
 from .parameter_groups import (

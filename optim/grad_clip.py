@@ -14,7 +14,7 @@ import torch
 from ..autograd import get_gradients
 from ..rpc.contracts.exposure import expose
 from ..rref import RRef
-from ..rref.api import call_with_values
+from ..rref.rref import call_with_values
 from .local_optimizer import check_leaves
 from .parameter_groups import Parameter, indices_by_owner, parse_parameters, wait_for_owners
 

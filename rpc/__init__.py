@@ -50,7 +50,7 @@ from .streaming.api import RpcStream, rpc_stream
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
 # first and comes here, through autograd, before it comes to rref.
-from ..rref.api import remote  # isort: skip
+from ..rref.rref import remote  # isort: skip
 from ..rref.rref import RRef  # isort: skip
 
 __all__ = [

@@ -1,7 +1,6 @@
 """References to values that live on other workers."""
 
-from .api import remote
-from .rref import RRef
+from .rref import RRef, remote
 
 __all__ = ["RRef", "remote"]
 

@@ -13,8 +13,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
-from .ids import GlobalId
-from .owner_table import OwnedValue
+from .owner_table import GlobalId, OwnedValue
 
 __all__ = ["CreationCall", "Fork", "KeepAlive", "OwnerHandle", "ReferenceExtension", "UserHandle", "references_of"]
 

@@ -1,28 +1,45 @@
-"""The values that this worker owns, and the forks of their references on other workers.
+"""The values that this worker owns: their ids, the forks of their references on other workers, requests for them.
 
 An entry is kept as long as any worker has a fork of it; after that, only by the owner's own handles to it.
 """
 
 import contextlib
+import itertools
 import logging
+import reprlib
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any, final
 
 import torch
 
-from ..errors import LimitReachedError, RRefError
+from ..errors import LimitReachedError, RemoteError, RRefError
+from ..proto.v1 import agent_pb2
+from ..rpc.calls.handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.kept_errors import copy_error, printable_text, without_frames
-from .ids import GlobalId
+from ..rpc.profiling.extension import run_profiled
+from ..rpc.wire.failures import with_traceback_as_text
 
-__all__ = ["AwaitedValue", "OwnedValue", "OwnerTable", "ValueTimeoutError"]
+__all__ = [
+    "AwaitedValue",
+    "GlobalId",
+    "OwnedValue",
+    "OwnerTable",
+    "ValueServer",
+    "ValueTimeoutError",
+    "id_source",
+    "name_needed",
+]
 
 
 MAX_DELETED_EARLY = 1 << 12
@@ -34,8 +51,61 @@ MAX_AWAITED = 1 << 16
 WITHOUT_FINALIZER = frozenset({torch.Tensor, int, float, bool, str, bytes, type(None)})
 """Classes of values that are deleted where their last fork is, without waking a thread."""
 
+MAX_WAITING_BYTES = 4096
+"""Bytes of the arguments of a creation whose answer may wait: until then, they are in flight."""
 
 log = logging.getLogger(__name__)
+
+
+@final
+class GlobalId(tuple[int, int]):
+    """The id of the worker that made it, and a number that this worker counts up, made of a pair of both.
+
+    No NamedTuple: each would be made by a function in Python, some hundred times in a step of a pipeline.
+    """
+
+    __slots__ = ()
+
+    worker: int = property(itemgetter(0))  # type: ignore[assignment]
+    number: int = property(itemgetter(1))  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.worker}, local_id={self.number})"
+
+    @classmethod
+    def from_payload(cls, payload: object) -> "GlobalId":
+        """Returns the id that another worker has sent as a tuple. Raises ValueError if it is none."""
+        if isinstance(payload, tuple) and len(payload) == 2:
+            worker, number = payload
+            if type(worker) is int and type(number) is int:
+                return cls((worker, number))
+        raise ValueError(f"malformed id: {reprlib.repr(payload)}")
+
+    @classmethod
+    def pair_from_payload(cls, payload: object) -> "tuple[GlobalId, GlobalId]":
+        """Returns the two ids that another worker has sent as one tuple. Raises ValueError if it is none."""
+        if isinstance(payload, tuple) and len(payload) == 4:
+            first, number, second, other = payload
+            if type(first) is type(number) is type(second) is type(other) is int:
+                return cls((first, number)), cls((second, other))
+        raise ValueError(f"malformed ids: {reprlib.repr(payload)}")
+
+    @classmethod
+    def from_proto(cls, message: agent_pb2.GlobalId | agent_pb2.Reference) -> "GlobalId":
+        """Returns the id in a protobuf message: of a reference, that of the value."""
+        return cls((message.worker_id, message.number))
+
+
+def id_source(worker: int) -> Callable[[], GlobalId]:
+    """Returns a function in C that makes the ids of one worker. Safe to use from any thread."""
+    return map(GlobalId, zip(itertools.repeat(worker), itertools.count(), strict=False)).__next__
+
+
+def name_needed(identifiers: Sequence[GlobalId], envelope: agent_pb2.Envelope) -> None:
+    """Has a request wait, where it arrives, for values of that worker: without a thread, until its timeout."""
+    needed = envelope.needed_values
+    for worker, number in identifiers:
+        needed.add(worker_id=worker, number=number)
 
 
 class _TooManyAwaitedError(LimitReachedError, RRefError):
@@ -86,7 +156,7 @@ class OwnedValue:
         return self._outcomes[0] if self._outcomes else None
 
     @property
-    def future(self) -> "Future[Any]":
+    def future(self) -> Future[Any]:
         """The future of the value."""
         if not self._futures:
             self._futures.append(Future())
@@ -147,7 +217,7 @@ class OwnedValue:
             with contextlib.suppress(KeyError):  # another thread has taken the last one
                 self._waiters.popitem()[0]()
 
-    def _complete(self, future: "Future[Any]") -> None:
+    def _complete(self, future: Future[Any]) -> None:
         value, error = self._outcomes[0]
         with contextlib.suppress(InvalidStateError):  # it is complete
             if error is None:
@@ -430,3 +500,100 @@ class OwnerTable:
         del entry.forks[fork]
         if not entry.forks:
             self._forked.pop(entry.id, None)
+
+
+@final
+class ValueServer:
+    """Serves the values of one owner to other workers."""
+
+    def __init__(self, agent: RpcAgent, table: OwnerTable) -> None:
+        self._agent = agent
+        self._table = table
+
+    def awaited_by(self, envelope: agent_pb2.Envelope) -> list[AwaitedValue]:
+        """Returns what a request waits for: see `Extension.wait_before_run`.
+
+        That is each value which it needs and which is not there. Of a reference that it passes on, only the
+        creating message is: functions may take references to values that come later, or never.
+        """
+        awaited = []
+        for needed in envelope.needed_values:
+            identifier = GlobalId((needed.worker_id, needed.number))
+            if not self._table.is_there(identifier):
+                awaited += self._awaited_value(identifier, is_needed=True)
+        me = self._agent.info.wire_id
+        for each in envelope.references:
+            if each.owner == me:
+                awaited += self._awaited_value(GlobalId((each.worker_id, each.number)), is_needed=False)
+        return awaited
+
+    def _awaited_value(self, identifier: GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
+        """Returns what waits for a value, if that is to come. If there is no such value, the request finds out."""
+        try:
+            awaited = AwaitedValue(self._table.get(identifier), is_needed)
+        except RRefError:
+            return []
+        return [] if awaited.is_over else [awaited]
+
+    def begin_creation(self, message: Incoming) -> OwnedValue:
+        """Returns the entry of the value that an arriving RREF_CREATE message is to make, which must be new."""
+        created, source = message.envelope.created, message.source.wire_id
+        identifier, fork = GlobalId((created.worker_id, created.number)), GlobalId((source, created.fork))
+        if identifier.worker != source or created.owner != self._agent.info.wire_id:
+            raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
+        if source != self._agent.info.wire_id:
+            return self._table.begin_creation(identifier, fork, source)
+        entry = self._table.get(identifier)
+        self._table.mark_created(entry)
+        return entry
+
+    def serve_creation(self, message: Incoming, entry: OwnedValue) -> LaterAnswer | None:
+        """Runs a call and keeps its result. Answers when the call has ended, successfully or not."""
+        try:
+            function, args, kwargs = message.value
+            result = run_profiled(message, run_function, function, args, kwargs)
+        except Exception as error:
+            log_failure(message, error)
+            message.failure = error
+            self.fail(entry, error)
+            return None
+        except BaseException as error:  # such as SystemExit: it ended the call, not this worker
+            log_failure(message, error)
+            message.failure = error
+            entry.fail(RemoteError(self._agent.info.name, f"{type(error).__name__}: {error}", ""))
+            return None
+        if not isinstance(result, Deferred):
+            # With a profile, the answer has its events.
+            can_wait = message.envelope.answer_can_wait and not message.envelope.HasField("profile")
+            if can_wait and message.nbytes <= MAX_WAITING_BYTES:
+                # The answer first: see `_confirm_creation`.
+                return Confirmation(partial(entry.resolve, result))
+            entry.resolve(result)
+            return None
+        has_ended: Future[None] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            if isinstance(error := done.exception(), Exception):
+                message.failure = error
+                self.fail(entry, error)
+            else:
+                entry.resolve(done.result())
+            has_ended.set_result(None)
+
+        result.future.add_done_callback(settle)
+        return Deferred(has_ended)
+
+    def serve_fetch(self, message: Incoming) -> Any:
+        """Answers with the value, for which the request has waited: the handler of RREF_FETCH."""
+        if len(message.envelope.needed_values) != 1:
+            raise ValueError("malformed message: it does not name one value")
+        needed = message.envelope.needed_values[0]
+        entry = self._table.get(GlobalId((needed.worker_id, needed.number)))
+        outcome = entry.outcome
+        if outcome is None or outcome[1] is None:
+            return entry.value()
+        return Deferred(entry.future)  # which is done; a raise would add a frame to an error that is kept
+
+    def fail(self, entry: OwnedValue, error: Exception) -> None:
+        """Fails an entry with an error of this worker, whose traceback goes with it as text."""
+        entry.fail(with_traceback_as_text(error, self._agent.info.name))

@@ -1,35 +1,51 @@
-"""RRef, the reference that programs use."""
+"""RRef, the reference that programs use, `remote`, which makes one, and the calls on values that references name.
+
+Such a call names the value by its id, which makes no fork. On the owner it waits for the value before it begins.
+"""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar, cast, final
+from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple, cast, final, overload
 
 import torch
 
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
+from ..rpc.calls.handler import run_function
+from ..rpc.calls.sending import send_call
 from ..rpc.calls.wait_all import note_future
-from ..rpc.contracts.agent import current_agent
-from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
+from ..rpc.contracts.agent import Destination, current_agent
+from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_call, check_received, check_timeout
+from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by
 from ..rpc.contracts.messages import RREF_FETCH, MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
-from ..rpc.profiling.extension import RPCExecMode
+from ..rpc.profiling.extension import RPCExecMode, profiled_call
+from ..rpc.wire.script import not_scriptable
+from ..torch_internals import profiler_enabled
 from .handles import OwnerHandle, UserHandle, references_of
-from .ids import name_needed
-from .methods import (
-    call_method,
-    check_agent,
-    check_attribute,
-    create_value,
-    request_confirmation,
-    request_method,
-    request_type,
-)
-from .owner_table import ValueTimeoutError
+from .owner_table import GlobalId, ValueTimeoutError, name_needed
 
-__all__ = ["RRef", "RRefProxy"]
+__all__ = [
+    "RRef",
+    "RRefProxy",
+    "call_method",
+    "call_needing",
+    "call_with_values",
+    "method_of_call",
+    "remote",
+    "remote_needing",
+]
+
+USER_CODE_CALLERS = ("_require_attribute", "_run_method")
+"""See gradwire.rpc.wire.failures."""
+
+Handle = OwnerHandle | UserHandle
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -70,7 +86,7 @@ class RRef(Generic[T_co]):
 
     __slots__ = ("__weakref__", "_handle", "_made_by", "_type")
 
-    _handle: OwnerHandle | UserHandle
+    _handle: Handle
     _made_by: type | None
     """The class of the value, if the call that makes it is known to be a call of that class."""
     _type: torch.futures.Future[type] | None
@@ -82,7 +98,7 @@ class RRef(Generic[T_co]):
         self._type = None
 
     @classmethod
-    def _of(cls, handle: OwnerHandle | UserHandle, function: object = None) -> "RRef[Any]":
+    def _of(cls, handle: Handle, function: object = None) -> "RRef[Any]":
         """Returns a reference with this handle to the value that a function makes, if that is known."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._handle = handle
@@ -218,7 +234,8 @@ class RRef(Generic[T_co]):
         if creation is None:
             raise RRefError(f"{self} was not created by a call of remote() on this worker, so it has no future")
         if isinstance(self._handle, UserHandle) and not creation.done():
-            request_confirmation(self._handle)
+            # So that the owner answers the creation as soon as it can, instead of with another message.
+            _request(self._handle, _confirm_creation, (), 0.0)
         return creation
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
@@ -228,7 +245,7 @@ class RRef(Generic[T_co]):
             self._type = torch.futures.Future()
             self._type.set_result(kind)
         elif self._type is None:
-            self._type = request_type(self._handle, timeout)
+            self._type = _request(self._handle, _rref_typeof_on_owner, (), timeout)
         asked = self._type
         if not blocking:
             return asked
@@ -246,12 +263,14 @@ class RRef(Generic[T_co]):
         return self._made_by
 
     def _call_sync(self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait_for_answer()
+        call = name, args, kwargs
+        return _request(self._handle, call_method, call, timeout, RPCExecMode.SYNC, name).wait_for_answer()
 
     def _call_async(
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[Any]:
-        future = request_method(self._handle, RPCExecMode.ASYNC, timeout, name, args, kwargs)
+        call = name, args, kwargs
+        future = _request(self._handle, call_method, call, timeout, RPCExecMode.ASYNC, name)
         note_future(future)
         return future
 
@@ -260,17 +279,17 @@ class RRef(Generic[T_co]):
     ) -> "RRef[Any]":
         # A missing attribute is an error now, not when the result is fetched. So is the time-out of a creation.
         handle, asked = self._handle, self._type
-        check_agent(handle)
+        _check_agent(handle)
         handle.check_usable(self, "fork an UserRRef")
         kind = None if asked is None or not asked.done() or error_of(asked) is not None else asked.value()
         if kind is None or not hasattr(kind, name):
             policy = handle.agent.options.policy.of(handle.owner.name)
             # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
             if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
-                check_attribute(handle, name, timeout)
+                _request(handle, _require_attribute, (name,), timeout).wait()  # raises AttributeError
         call = (tuple(handle.id), name, args, kwargs)
         kept = handle.keep_alive
-        return RRef._of(create_value(handle.owner, call_method, call, None, timeout, (handle.id,), kept))
+        return RRef._of(_create_value(handle.owner, call_method, call, None, timeout, (handle.id,), kept))
 
     def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
         try:
@@ -332,3 +351,243 @@ class RRef(Generic[T_co]):
 
 def _value_timeout(handle: OwnerHandle, seconds: float) -> RpcTimeoutError:
     return RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value on worker")
+
+
+def _create_value(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+    needed: Sequence[GlobalId] = (),
+    keep: object = None,
+) -> Handle:
+    """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`.
+
+    The call waits there, without a thread, for the values that it needs; `keep` is kept alive until it has ended.
+    """
+    agent = current_agent()
+    owner = agent.worker(to)
+    call = check_call(func, args, kwargs)
+    seconds = check_timeout(timeout)
+    if not profiler_enabled():
+        return references_of(agent).create(owner, call, seconds, needed, keep)
+    with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
+        return references_of(agent).create(owner, call, seconds, needed, keep)
+
+
+def _check_agent(handle: Handle) -> None:
+    """Raises RRefError if a handle is of a former agent: the present one may give its id to another value."""
+    if handle.agent is not current_agent():
+        raise RRefError(
+            f"{handle.id} is of an agent that has shut down. Cannot call fork an UserRRef after deletion."
+        )
+
+
+def _request(
+    handle: Handle,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    mode: RPCExecMode = RPCExecMode.ASYNC,
+    name: str | None = None,
+) -> Future[Any]:
+    """Calls `function(id of the value, *args)` on the owner."""
+    _check_agent(handle)
+    return send_call(
+        handle.owner,
+        function,
+        (tuple(handle.id), *args),
+        timeout=timeout,
+        mode=mode,
+        keep=handle.keep_alive,
+        name=name,
+        owner=handle.owner,
+        header=partial(name_needed, (handle.id,)),
+    )
+
+
+# On the owner, where these requests wait for the values before they begin. Under a policy that does not accept
+# anything, the functions that end in `_guarded` run in place of those that they guard.
+
+
+def _call_method_guarded(
+    guard: MethodGuard,
+    identifier: tuple[int, int],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    value = _value(identifier)
+    guard(value, name)
+    return _run_method(value, name, args, kwargs)
+
+
+@guarded_by(_call_method_guarded)
+def call_method(identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a method of a value of this worker."""
+    return _run_method(_value(identifier), name, args, kwargs)
+
+
+@expose
+def _run_with_values(
+    identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    """Calls `function(values, *args)` with values of this worker, given by their ids."""
+    check_received(identifiers)
+    check_received(args)
+    return function([_value(identifier) for identifier in identifiers], *args)
+
+
+def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    method = getattr(value, name)
+    if not callable(method) and not args and not kwargs:
+        return method
+    return run_function(method, args, kwargs)
+
+
+@expose
+def _rref_typeof_on_owner(identifier: tuple[int, int]) -> type:
+    return type(_value(identifier))
+
+
+@expose
+def _confirm_creation(identifier: tuple[int, int]) -> None:
+    """Sends what waits for other messages, the answer to the creation of a value included, once it has ended."""
+    with contextlib.suppress(Exception):  # that of the function that was to make the value
+        _value(identifier)
+    current_agent().control.run(lambda: None)
+
+
+def _require_attribute_guarded(guard: MethodGuard, identifier: tuple[int, int], name: str) -> None:
+    value = _value(identifier)
+    guard(value, name)
+    getattr(value, name)
+
+
+@guarded_by(_require_attribute_guarded)
+def _require_attribute(identifier: tuple[int, int], name: str) -> None:
+    getattr(_value(identifier), name)
+
+
+def _value(identifier: tuple[int, int]) -> Any:
+    return references_of(current_agent()).entry(GlobalId(identifier)).value()
+
+
+def method_of_call(call: Any) -> str | None:
+    """Returns which method of a reference's value a call runs; None if it is another call, or malformed."""
+    function = call[0].func if type(call[0]) is partial else call[0]  # a policy binds its guard
+    if function is not call_method and function is not _call_method_guarded:
+        return None
+    args = call[1] if len(call) > 1 else ()
+    name = args[1] if isinstance(args, tuple | list) and len(args) > 1 else None
+    return name if type(name) is str else None
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[*Ts], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[], T],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@not_scriptable
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs a function on a worker and returns a reference to its result at once.
+
+    Args:
+        to: the name, the id or the WorkerInfo of a worker, which may be this one.
+        func: a function or class that the other worker can import.
+        args: its positional arguments, anything that pickles.
+        kwargs: its named arguments.
+        timeout: seconds within which the call must end, 0 for no timeout; after that the reference cannot be used.
+            By default that of the options.
+
+    Returns:
+        A reference. Errors of the call are raised by its `to_here`.
+
+    Raises:
+        NotInitializedError: RPC is not initialized.
+        UnknownWorkerError: no worker is called so.
+        SerializationError: the function or its arguments do not pickle.
+        TypeError, ValueError: an argument is of the wrong type, or the timeout is negative.
+    """
+    return RRef._of(_create_value(to, func, args, kwargs, timeout), func)
+
+
+def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls `function(values, *args)` on the worker that owns the values of all references. Makes no forks."""
+    handles = [rref._handle for rref in rrefs]
+    for handle in handles:
+        _check_agent(handle)
+    identifiers, kept = [handle.id for handle in handles], [handle.keep_alive for handle in handles]
+    call, owner = (list(map(tuple, identifiers)), function, args), rrefs[0].owner()
+    header = partial(name_needed, identifiers)
+    return send_call(owner, _run_with_values, call, keep=kept, owner=owner, header=header)
+
+
+def call_needing(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
+    """Calls a function on the owner of references. The call waits there for their values, without a thread.
+
+    The references are among the arguments of the function, which has the values by `RRef._value_here`.
+    """
+    header = partial(name_needed, [rref._handle.id for rref in rrefs])
+    return send_call(rrefs[0].owner(), function, args, header=header)
+
+
+def remote_needing(
+    rrefs: Sequence[RRef[Any]], to: Destination, function: Callable[..., Any], args: Sequence[Any]
+) -> RRef[Any]:
+    """Calls `remote`. The call waits there for values of that worker, as that of `call_needing` does."""
+    handle = _create_value(to, function, args, None, UNSET_RPC_TIMEOUT, [rref._handle.id for rref in rrefs])
+    return RRef._of(handle, function)

@@ -8,7 +8,7 @@ import torch
 from ..net.peer_text import printable
 from ..rpc.calls.sending import name_of
 from ..rpc.contracts.messages import CALL, MessageType
-from ..rref.methods import method_of_call
+from ..rref.rref import method_of_call
 from ..torch_internals import find_builtin
 
 __all__ = ["FUNCTION_KINDS", "METHOD_CALL", "OPERATIONS", "Method", "MethodNames"]

@@ -20,7 +20,7 @@ from ..rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageT
 from ..rpc.contracts.view import View
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
-from ..rref.methods import method_of_call
+from ..rref.rref import method_of_call
 from .histogram import Histogram
 from .names import FUNCTION_KINDS, METHOD_CALL, OPERATIONS, MethodNames
 from .timeline import COUNTERS, Timeline

@@ -59,7 +59,7 @@ def test_a_module_runs_as_with_python(run_quickly, tmp_path, monkeypatch):
         "print(__name__, sys.argv[1:], __spec__.name, torch.distributed.rpc.remote.__module__)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert run_quickly("-m", "mine", "-x", "y") == "__main__ ['-x', 'y'] mine gradwire.rref.api\n"
+    assert run_quickly("-m", "mine", "-x", "y") == "__main__ ['-x', 'y'] mine gradwire.rref.rref\n"
 
 
 def test_a_process_that_never_imports_torch_does_not_import_gradwire(tmp_path):

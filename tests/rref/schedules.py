@@ -30,7 +30,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
 from gradwire.rref.handles import OwnerHandle
-from gradwire.rref.ids import GlobalId, name_needed
+from gradwire.rref.owner_table import GlobalId, name_needed
 
 from tests.rref.chance import Chance
 from tests.rref.simulation import Machine, World

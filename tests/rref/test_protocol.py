@@ -10,8 +10,7 @@ from gradwire.errors import RRefError
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rref.forks import References
-from gradwire.rref.ids import GlobalId
-from gradwire.rref.owner_table import OwnedValue
+from gradwire.rref.owner_table import GlobalId, OwnedValue
 
 from tests.remote_functions import add, wait_until
 from tests.rpc.peers.bad_network import BadNetwork

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
-from gradwire.rref.api import call_with_values
+from gradwire.rref.rref import call_with_values
 
 from tests.remote_functions import add, set_event, wait_for, wait_until
 

@@ -12,7 +12,7 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rref import forks, owner_table
 from gradwire.rref.forks import References
-from gradwire.rref.ids import GlobalId, name_needed
+from gradwire.rref.owner_table import GlobalId, name_needed
 
 from tests.remote_functions import add, identity, wait_until
 

@@ -14,8 +14,7 @@ from gradwire.errors import EvictedError, RpcTimeoutError, RRefError, WorkerLost
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.peers import link
 from gradwire.rpc.transports.liveness import Reach
-from gradwire.rref.forks import References
-from gradwire.rref.passed_on import PassedOn
+from gradwire.rref.forks import PassedOn, References
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for, wait_until

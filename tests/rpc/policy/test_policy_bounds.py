@@ -21,7 +21,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
-from gradwire.rref.methods import call_method
+from gradwire.rref.rref import call_method
 
 from tests.rpc.policy import policy_functions as functions
 

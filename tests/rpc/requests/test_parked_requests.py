@@ -11,7 +11,7 @@ from gradwire.errors import LimitReachedError, Outcome, RpcTimeoutError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rref.forks import References
 from gradwire.rref.handles import Fork, UserHandle
-from gradwire.rref.ids import GlobalId
+from gradwire.rref.owner_table import GlobalId
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
