@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from ..rpc.contracts.exposure import message_value
+from ..rpc.contracts.policy import message_value
 
 __all__ = ["AnomalyMode", "AnomalyScopes"]
 

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.ctrl_c import wait_interruptibly
-from ..rpc.execution.kept_errors import copy_error
+from ..rpc.execution.futures import copy_error
 from .closure import SendId
 from .compression import TensorGradients, compress
 from .gradient_sender import GradientSender, PassId

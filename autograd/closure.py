@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from ..proto.v1 import agent_pb2
-from ..rpc.contracts.exposure import message_value
+from ..rpc.contracts.policy import message_value
 
 __all__ = ["MAX_HEADER_SENDS", "NOTHING", "Closure", "SendId", "closure_from_proto", "closure_to_proto", "union"]
 

@@ -8,8 +8,7 @@ import torch
 
 from ..errors import AutogradError, LimitReachedError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from .context import Context, creator_of
 from .ended import EndedContexts, OpenContexts
 from .gradient_sender import PassId

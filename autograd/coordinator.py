@@ -11,8 +11,7 @@ import torch
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
-from ..rpc.execution.futures import Future
-from ..rpc.execution.kept_errors import without_frames
+from ..rpc.execution.futures import Future, without_frames
 from .anomaly import AnomalyMode
 from .closure import Closure, SendId
 from .compression import Compressed, decompress

@@ -19,7 +19,7 @@ from ..errors import AutogradError, LimitReachedError, PolicyError, UnknownConte
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, UnwantedMessageError
 from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.execution.kept_errors import text_of, without_frames
+from ..rpc.execution.futures import text_of, without_frames
 from . import replicas
 from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart

@@ -16,8 +16,7 @@ from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, inside

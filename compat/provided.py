@@ -10,7 +10,7 @@ from datetime import timedelta
 from importlib.machinery import ModuleSpec
 
 from .. import autograd, nn, optim, rpc
-from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
+from ..rpc.contracts.messages import UNSET_RPC_TIMEOUT
 from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from ..rpc.profiling.extension import RPCExecMode
 from . import tensorpipe

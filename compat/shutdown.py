@@ -12,7 +12,7 @@ from .. import rpc
 from ..errors import RpcTimeoutError
 from ..rpc.api import leave
 from ..rpc.contracts.agent import current_agent, holder
-from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
+from ..rpc.contracts.messages import UNSET_RPC_TIMEOUT
 from ..rref.forks import References
 
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]

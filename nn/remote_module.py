@@ -11,10 +11,10 @@ from torch import nn
 
 from ..rpc.calls.wait_all import note_future
 from ..rpc.contracts.agent import current_agent
-from ..rpc.contracts.arguments import check_call, check_received
 from ..rpc.contracts.devices import Device
-from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.messages import check_call, check_received
+from ..rpc.contracts.policy import MethodGuard, expose, guarded_by, message_value
 from ..rpc.execution.futures import Future
 from ..rref.rref import RRef, call_needing, remote
 from ..torch_internals import RecursiveScriptModule, tree_map_only

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..autograd import get_gradients
-from ..rpc.contracts.exposure import expose
+from ..rpc.contracts.policy import expose
 from ..rref import RRef
 from ..rref.rref import call_with_values
 from .local_optimizer import check_leaves

@@ -10,7 +10,7 @@ import torch
 
 from ..autograd import get_gradients
 from ..rpc.contracts.agent import current_agent
-from ..rpc.contracts.exposure import expose, message_value
+from ..rpc.contracts.policy import expose, message_value
 from ..torch_internals import tree_map_only
 from .parameter_groups import Options, ParameterGroup, options_of
 

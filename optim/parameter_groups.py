@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from ..rpc.contracts.exposure import message_value
+from ..rpc.contracts.policy import message_value
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future
 from ..rref import RRef

@@ -29,19 +29,18 @@ from .backend_registry import (
 )
 from .calls.sending import broadcast_call, rpc_async, rpc_sync
 from .calls.wait_all import wait_all
-from .collectives.api import AllGatherStates, all_gather, barrier
+from .collectives.all_gather import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
-from .contracts.exposure import expose
-from .contracts.liveness import Liveness
 from .contracts.options import (
     BroadcastOptions,
     ChannelOptions,
     CudaOptions,
     FlowControlOptions,
+    Liveness,
     RpcBackendOptions,
+    View,
 )
-from .contracts.policy import Policy
-from .contracts.view import View
+from .contracts.policy import Policy, expose
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined, WorkerLeft, WorkerSuspect
 from .execution.futures import Future

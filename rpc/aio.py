@@ -18,7 +18,7 @@ import torch
 
 from .calls.sending import send_call_async
 from .contracts.agent import Destination, current_agent
-from .contracts.arguments import UNSET_RPC_TIMEOUT
+from .contracts.messages import UNSET_RPC_TIMEOUT
 from .contracts.worker_events import WorkerEventStream
 from .execution.futures import wait_async
 

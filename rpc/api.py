@@ -12,13 +12,11 @@ from ..c10d.rendezvous.api import rendezvous
 from ..c10d.rendezvous.start_barrier import GroupKind
 from ..c10d.torch_types import TorchStore
 from ..errors import NotInitializedError, RpcError
-from ..net.inheritance import why_grpc_is_unusable
+from ..net.inheritance import at_fork, why_grpc_is_unusable
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
-from .contracts import inherited_agent  # noqa: F401 - what becomes of agents in forked children
-from .contracts.agent import Destination, RpcAgent, current_agent, holder
+from .contracts.agent import Destination, RpcAgent, current_agent, holder, leave_agents_to_parent
 from .contracts.options import RpcBackendOptions, check_rpc_timeout
-from .contracts.worker import WorkerInfo, check_worker_name
-from .contracts.worker_end import WorkerEnd, last_uncaught_error, noting_error_of_child
+from .contracts.worker import WorkerEnd, WorkerInfo, check_worker_name, last_uncaught_error, noting_error_of_child
 from .contracts.worker_events import (
     WorkerBack,
     WorkerEvent,
@@ -382,3 +380,6 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
         if type(construct_rpc_backend_options(each)) is type(options):
             return each
     raise TypeError(f"Could not infer backend for options {options}: pass backend=")
+
+
+at_fork(in_child=leave_agents_to_parent)  # registered last, so that nothing writes any more when they are left

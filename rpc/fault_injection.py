@@ -31,14 +31,13 @@ from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
 from .channels.broadcast import broadcasts
 from .collectives import all_gather
-from .contracts.control import CANCELLED
+from .contracts.agent import CANCELLED
 from .contracts.extension import Extension, ExtensionFactory
 from .contracts.messages import MessageType
 from .contracts.options import RpcBackendOptions
-from .contracts.worker import WorkerInfo
-from .contracts.worker_end import WorkerEnd
+from .contracts.worker import WorkerEnd, WorkerInfo
 from .execution.futures import Future
-from .execution.waiter import SocketWaiter
+from .execution.poller import SocketWaiter
 from .grpc_backend import start_agent
 from .membership import evictions
 from .peers.control import ControlStreams

@@ -20,11 +20,9 @@ from ..errors import LossCause, RendezvousError, WorkerLostError
 from ..net.waiting import wait_with_warnings
 from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
-from .contracts.member import Member
 from .contracts.messages import MessageType, Request
 from .contracts.options import RpcBackendOptions
-from .contracts.worker import WorkerInfo
-from .contracts.worker_end import PROCESS_ENDED
+from .contracts.worker import PROCESS_ENDED, Member, WorkerInfo
 from .execution.futures import Future
 from .membership.addresses import ListenAddress, choose_address, find_directory, identity, unreachable_members
 from .membership.evictions import tell_of_change

@@ -42,8 +42,8 @@ from ..errors import (
 from ..proto.v1 import agent_pb2
 from ..rpc.calls.sending import name_of
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import (
+    CALL_PARTS,
     RREF_CREATE,
     RREF_FETCH,
     Handler,
@@ -52,8 +52,7 @@ from ..rpc.contracts.messages import (
     Outgoing,
     Request,
 )
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, KeepAlive, OwnerHandle, ReferenceExtension, UserHandle

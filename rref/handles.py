@@ -11,8 +11,7 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.ctrl_c import wait_interruptibly
-from ..rpc.execution.futures import Future, error_of
-from ..rpc.execution.kept_errors import copy_error
+from ..rpc.execution.futures import Future, copy_error, error_of
 from .owner_table import GlobalId, OwnedValue
 
 __all__ = ["CreationCall", "Fork", "KeepAlive", "OwnerHandle", "ReferenceExtension", "UserHandle", "references_of"]

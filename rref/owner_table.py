@@ -26,7 +26,7 @@ from ..rpc.calls.handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
 from ..rpc.execution.ctrl_c import wait_interruptibly
-from ..rpc.execution.kept_errors import copy_error, printable_text, without_frames
+from ..rpc.execution.futures import copy_error, printable_text, without_frames
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
 

@@ -16,12 +16,18 @@ from ..rpc.calls.handler import run_function
 from ..rpc.calls.sending import send_call
 from ..rpc.calls.wait_all import note_future
 from ..rpc.contracts.agent import Destination, current_agent
-from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_call, check_received, check_timeout
-from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by
-from ..rpc.contracts.messages import RREF_FETCH, MessageType, Request
+from ..rpc.contracts.messages import (
+    RREF_FETCH,
+    UNSET_RPC_TIMEOUT,
+    MessageType,
+    Request,
+    check_call,
+    check_received,
+    check_timeout,
+)
+from ..rpc.contracts.policy import MethodGuard, expose, guarded_by
 from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.execution.futures import Future, error_of
-from ..rpc.execution.kept_errors import copy_error
+from ..rpc.execution.futures import Future, copy_error, error_of
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
 from ..rpc.wire.script import not_scriptable
 from ..torch_internals import profiler_enabled

@@ -13,9 +13,8 @@ from gradwire.c10d import HashStore, PrefixStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import RpcBackendOptions
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership.roster_log import RosterLog
 

@@ -5,11 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.options import FlowControlOptions
-from gradwire.rpc.contracts.watcher import WorkerWatcher
-from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.peers.flow_control import FlowControl
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers

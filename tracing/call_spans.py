@@ -19,7 +19,7 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import RESULT, Deferred, Handler, Incoming, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.execution.kept_errors import printable_text
+from ..rpc.execution.futures import printable_text
 from ..view.names import MethodNames
 
 __all__ = ["MAX_FIELDS", "MAX_FIELDS_BYTES", "CallSpans", "add_fields", "context_of", "read_fields"]

@@ -12,8 +12,7 @@ from ..errors import RpcError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Request
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from .recorder import Recorder
 from .recording import ProfileRequest, encode, read_profile_id
 

@@ -12,8 +12,7 @@ from ..logs import Tail
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from .snapshot import snapshot
 from .stacks import stacks
 from .waits import Waits

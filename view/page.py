@@ -15,7 +15,7 @@ from ..net.inheritance import note_listener
 from ..net.security.credentials import Credentials
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
-from ..rpc.contracts.view import INSTALL_VIEW, View
+from ..rpc.contracts.options import INSTALL_VIEW, View
 from .keys import KEY_PARAMETER, LinkFile, PageKey
 from .statistics import view_of
 

@@ -17,9 +17,8 @@ from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageType, Request
-from ..rpc.contracts.view import View
-from ..rpc.contracts.worker import WorkerInfo
-from ..rpc.contracts.worker_end import WorkerEnd
+from ..rpc.contracts.options import View
+from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from ..rref.rref import method_of_call
 from .histogram import Histogram
 from .names import FUNCTION_KINDS, METHOD_CALL, OPERATIONS, MethodNames

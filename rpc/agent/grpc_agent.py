@@ -21,20 +21,15 @@ from ...errors import NotInitializedError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
-from ..contracts.agent import Destination, RpcAgent, holder
-from ..contracts.control import CANCELLED, ControlValues
+from ..contracts.agent import CANCELLED, ControlValues, Destination, RpcAgent, holder
 from ..contracts.extension import ExtensionFactory
-from ..contracts.member import Member
 from ..contracts.messages import Incoming, MessageType, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import SHUT_DOWN, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..contracts.worker_events import WorkerEvents
-from ..execution.deadlines import Deadlines, DeadlinesFactory
 from ..execution.executor import Executor
 from ..execution.futures import Future
-from ..execution.scheduler import Scheduler, SerialThread, Task
+from ..execution.timers import Deadlines, DeadlinesFactory, Scheduler, SerialThread, Task
 from ..membership.addresses import ListenAddress, connectable
 from ..membership.roster_log import RosterLog
 from ..peers.control import ControlStreams

@@ -16,12 +16,9 @@ from ..channels.chunked.channel import ChunkedChannel, serve_chunks
 from ..channels.chunked.sending import ChunkParts
 from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
-from ..contracts.control import ControlMessages
-from ..contracts.member import Member
+from ..contracts.agent import ControlMessages
 from ..contracts.options import RpcBackendOptions
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.executor import Executor
 from ..membership.addresses import ListenAddress
 from ..membership.evictions import Evictions

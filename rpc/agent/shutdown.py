@@ -19,10 +19,9 @@ from typing import final
 
 from ...c10d.debug.call_site import called_at, find_call_site
 from ...errors import LossCause, RpcTimeoutError
-from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import SHUT_DOWN, WorkerEnd
 from ..execution.executor import Executor
-from ..execution.interruptions import handler_must_not_wait, start_thread
-from ..execution.latch import Latch
+from ..execution.interruptions import Latch, handler_must_not_wait, start_thread
 from .network import Network
 
 __all__ = ["Shutdown"]

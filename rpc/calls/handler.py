@@ -8,9 +8,8 @@ import torch
 
 from ...errors import RpcError
 from ...torch_internals import AnyFuture
-from ..contracts.arguments import check_received
 from ..contracts.extension import Extension
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType, check_received
 from ..execution.futures import as_concurrent_future
 from ..execution.script_functions import run_script_function
 from ..functions import ASYNC_MARK

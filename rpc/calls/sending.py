@@ -7,8 +7,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from ...proto.v1 import agent_pb2
 from ...torch_internals import profiler_enabled
 from ..contracts.agent import Destination, current_agent
-from ..contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
-from ..contracts.messages import CALL, Request
+from ..contracts.messages import CALL, CALL_PARTS, UNSET_RPC_TIMEOUT, Request, check_call, check_timeout
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import Future
 from ..profiling.extension import RPCExecMode, profiled_call

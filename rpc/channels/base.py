@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..contracts.device_payloads import DeviceBuffer
-from ..contracts.member import Member
+from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import Member, WorkerEnd
 from ..transports.bulk_sockets import BulkPeer
 
 __all__ = ["Arriving", "Channel", "ChannelPeer", "PayloadLostError", "StartTransfer", "check_size"]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.device_payloads import DeviceBuffer
+from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..wire.parsing import find_misplaced, read_attached
 from .base import Arriving, Channel

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from ...proto.v1 import agent_pb2
-from ..contracts.device_payloads import DeviceBuffer
+from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
 
 __all__ = [

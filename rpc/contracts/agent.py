@@ -2,31 +2,119 @@
 
 Users call through the current agent: that of the process, which `init_rpc` sets, unless the calling thread belongs
 to another agent, as the threads that run an agent's calls do.
+
+In the children that a worker forks, nothing uses its agent. A child has none of the agent's threads, and must
+leave its connections alone. Threads that are gone may hold its locks. So in a child each agent becomes an
+`_InheritedAgent`, also for the references, streams and contexts that the program has. Its methods raise an error
+that says what to do. Control messages, which finalizers and the ends of `with` blocks send, are dropped.
 """
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Self, TypeVar, final
+from functools import partial
+from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeVar, final
 
 from ...errors import NotInitializedError, UnknownWorkerError
 from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
-from .control import ControlMessages
 from .messages import Incoming, MessageType, Request
 from .options import RpcBackendOptions
-from .worker import WorkerInfo
-from .worker_end import WorkerEnd
+from .worker import WorkerEnd, WorkerInfo
 from .worker_events import WorkerEvents
 
-__all__ = ["CurrentAgent", "Destination", "RpcAgent", "agents_here", "current_agent", "holder", "is_initialized"]
+__all__ = [
+    "CANCELLED",
+    "ControlHandler",
+    "ControlMessages",
+    "ControlValues",
+    "CurrentAgent",
+    "Destination",
+    "OnSettled",
+    "RpcAgent",
+    "current_agent",
+    "holder",
+    "is_initialized",
+    "leave_agents_to_parent",
+]
 
 E = TypeVar("E")
 
 Destination = str | int | WorkerInfo
 """A worker as users name it: by name, id or WorkerInfo."""
+
+CANCELLED = "call.cancelled"
+"""The kind of message that cancels a request, which it names by its id, as CANCEL does, but cannot get lost."""
+
+ControlHandler = Callable[[WorkerInfo, Any], None]
+"""Processes a control message; takes the sender and the payload. Must not wait for other workers."""
+
+OnSettled = Callable[[Exception | None], None]
+"""Called when a control message is acknowledged (None), or has failed for good (the error)."""
+
+
+class ControlValues(Protocol):
+    """Pickles the payloads of control messages, and records those that are refused."""
+
+    def dumps(self, value: object) -> bytes:
+        """Returns a pickle of a value. Raises what pickling raises."""
+
+    def load(self, source: WorkerInfo, data: bytes) -> Any:
+        """Returns the value of a pickle from a worker. Raises PolicyError, or what unpickling raises."""
+
+    def record_refusal(self, source: WorkerInfo, error: BaseException) -> None:
+        """Records why a message of a worker is refused."""
+
+
+class ControlMessages(Protocol):
+    """Sends and processes the control messages of one agent: each arrives once, as long as its receiver lives.
+
+    `send` and `run` take no lock, so finalizers may call them.
+    """
+
+    def on(self, kind: str, handle: ControlHandler, *, is_quick: bool = False) -> None:
+        """Registers what a kind of message does.
+
+        `is_quick` says that `handle` never blocks, and runs code of gradwire only. Then it may run on the thread
+        that reads the message, as soon as that has arrived.
+        """
+
+    def kinds(self) -> Collection[str]:
+        """Returns the registered kinds."""
+
+    def send(
+        self,
+        worker: WorkerInfo,
+        kind: str,
+        payload: Any,
+        done: OnSettled | None = None,
+        expected: tuple[type[Exception], ...] = (),
+        *,
+        urgent: bool = True,
+    ) -> None:
+        """Sends a message, again if it may be lost. Those to one worker arrive in the order of these calls.
+
+        Args:
+            worker: the receiver.
+            kind: a kind that the receiver has a handler for.
+            payload: a tuple of integers from 0 to 2**64 - 1, which needs no pickle, or else anything that pickles.
+            done: called on the control thread with None, with what the handler raised, or with a WorkerLostError
+                if the receiver is gone.
+            expected: classes of errors that the handler answers with on purpose; others are logged.
+            urgent: False if it may wait some milliseconds for others to travel with.
+        """
+
+    def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:
+        """Runs a task on the control thread, after everything that was submitted before.
+
+        One that is not urgent may wait some milliseconds for others, which then share one wake-up of the thread.
+        """
+
+    def pending(self) -> int:
+        """Returns how many sent messages are not acknowledged yet."""
 
 
 class RpcAgent(ABC):
@@ -45,12 +133,12 @@ class RpcAgent(ABC):
     rpc_timeout: float
     """Seconds after which a request without a timeout of its own fails; 0 for never."""
     is_inherited: ClassVar[bool] = False
-    """Whether this process was forked from that of the agent: see `inherited_agent`."""
+    """Whether this process was forked from that of the agent: see `_InheritedAgent`."""
 
     def __new__(cls, *_args: object, **_options: object) -> Self:
         """Makes an agent, of which a forked child is to know."""
         made = super().__new__(cls)
-        agents_here.add(made)
+        _agents_here.add(made)
         return made
 
     # The group.
@@ -315,7 +403,7 @@ class RpcAgent(ABC):
         """
 
 
-agents_here: "weakref.WeakSet[RpcAgent]" = weakref.WeakSet()
+_agents_here: "weakref.WeakSet[RpcAgent]" = weakref.WeakSet()
 """The agents of this process."""
 
 
@@ -401,3 +489,62 @@ def current_agent() -> RpcAgent:
 def is_initialized() -> bool:
     """Returns whether there is a current agent."""
     return holder.get() is not None
+
+
+def _refuse(agent: RpcAgent, *_args: Any, **_options: Any) -> NoReturn:
+    """Raises NotInitializedError: any method of an inherited agent."""
+    raise _error_in_child(agent.info.name, os.getppid())
+
+
+@final
+class _InheritedAgent(RpcAgent):
+    """What an agent is in a forked child. It has the attributes of the agent, whose object it is."""
+
+    is_inherited = True
+
+    dynamic = property(_refuse)
+    worker = incarnation = workers = end_of = connect = _refuse
+    request = request_all = post = all_gather = _refuse
+    encode_failure = decode_failure = _refuse
+    serving = submit = blocking = extension = _refuse
+    traffic = debug_info = join = _refuse
+
+    def shutdown(self, *, graceful: bool, timeout: float, join: Callable[[], None] | None = None) -> None:
+        """Does nothing: the parent leaves the group."""
+
+
+@final
+class _NoControlMessages:
+    """Drops control messages, and the tasks of the control thread."""
+
+    def _drop(self, *_args: Any, **_options: Any) -> None:
+        pass
+
+    on = send = run = _drop
+
+    def kinds(self) -> Collection[str]:
+        return ()
+
+    def pending(self) -> int:
+        return 0
+
+
+def _error_in_child(name: str, parent: int) -> NotInitializedError:
+    return NotInitializedError(
+        f"process {os.getpid()} is a fork of worker {name!r} (process {parent}) and no worker: it has none of the "
+        "threads and connections that this needs. Have the worker make the calls, and pass their results on; or "
+        "start processes that make calls by 'spawn' or 'forkserver', and call init_rpc in them "
+        "(docs/child_processes.md)"
+    )
+
+
+def leave_agents_to_parent() -> None:
+    """Makes the agents of this process, a child, unusable."""
+    parent, current = os.getppid(), holder.get()
+    for agent in list(_agents_here):
+        if not agent.is_inherited:
+            agent.leave_to_parent(partial(_error_in_child, agent.info.name, parent))
+            agent.control = _NoControlMessages()
+            agent.__class__ = _InheritedAgent  # the object stays, to which references and others refer
+    if current is not None:
+        holder.leave_to_parent(current, partial(_error_in_child, current.info.name, parent))

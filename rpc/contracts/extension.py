@@ -13,8 +13,7 @@ from ...errors import Outcome
 from ...proto.v1 import agent_pb2
 from .agent import RpcAgent
 from .messages import Handler, Incoming, MessageType, Outgoing, Request
-from .watcher import WorkerWatcher
-from .worker import WorkerInfo
+from .worker import WorkerInfo, WorkerWatcher
 
 __all__ = ["Awaited", "Extension", "ExtensionFactory"]
 

@@ -1,26 +1,24 @@
-"""The options of `init_rpc`."""
+"""The options of `init_rpc`; `policy` is in policy.py."""
 
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
 from ...errors import RpcError
 from ...net.listening import ListenSettings, parse_ports
 from ...net.security import Credentials
-from .arguments import check_counts
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
-from .liveness import Liveness
-from .policy import Policy
-from .view import View
+from .policy import Policy, check_counts
 
 __all__ = [
     "BY_NAME",
     "BY_VALUE",
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
+    "INSTALL_VIEW",
     "MAX_ATTACHED_BYTES",
     "MAX_BULK_CONNECTIONS",
     "OTEL_VARIABLE",
@@ -29,7 +27,9 @@ __all__ = [
     "ChannelOptions",
     "CudaOptions",
     "FlowControlOptions",
+    "Liveness",
     "RpcBackendOptions",
+    "View",
     "check_rpc_timeout",
     "otel_from_environment",
 ]
@@ -68,6 +68,20 @@ OTEL_VARIABLE = "GRADWIRE_OTEL"
 DEFAULT_BUSY_POLL = 0.001
 MAX_BUSY_POLL = 0.01
 """Seconds."""
+
+DEFAULT_SUSPECT_AFTER = 5.0
+"""Seconds."""
+
+SUSPECT_AFTER_VARIABLE = "GRADWIRE_SUSPECT_AFTER"
+
+VIEW_VARIABLE = "GRADWIRE_VIEW"
+
+INSTALL_VIEW = "pip install prometheus-client rich starlette uvicorn"
+"""The command that installs what the page of a job and `gradwire top` need."""
+
+DEFAULT_HOST = "127.0.0.1"
+
+MAX_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +224,104 @@ class FlowControlOptions:
                 )
         if self.when_full not in ("wait", "raise"):
             raise ValueError(f"when_full is {self.when_full!r}: give 'wait' or 'raise'")
+
+
+def _default_suspect_after() -> float:
+    text = os.environ.get(SUSPECT_AFTER_VARIABLE, "")
+    if not text:
+        return DEFAULT_SUSPECT_AFTER
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{SUSPECT_AFTER_VARIABLE} is {text!r}: give seconds") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """When another worker counts as suspect, and what happens then.
+
+    A worker becomes suspect when the connection to it breaks without a goodbye, or nothing comes from it although
+    it sends heartbeats. Calls to it fail with WorkerSuspectError then. References and contexts that it has are
+    kept, and it is dialled again. A worker whose process is known to be gone is lost at once.
+
+    heartbeat: seconds for which a connection carries nothing, before this worker sends a heartbeat. Twice in that
+        time, it also counts up what workers of its host read in place of heartbeats.
+    suspect_after: seconds without anything from the other worker, at least twice its `heartbeat`, after which it
+        is suspect. Also the longest that a round trip may take. By default 5, or what GRADWIRE_SUSPECT_AFTER in
+        the environment says.
+    lease: seconds for which a worker is suspect, before it is lost. A worker whose program holds the interpreter,
+        while its process runs, is suspect after as many seconds more.
+    when_suspect: what a call to a suspect worker does: "fail" at once, without having been sent, or "wait" until
+        the worker is back, for as long as the timeout of the call. Calls that have been sent before fail in any
+        case, because they may have run.
+    """
+
+    heartbeat: float = 1.0
+    suspect_after: float = field(default_factory=_default_suspect_after)
+    lease: float = 60.0
+    when_suspect: Literal["fail", "wait"] = "fail"
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat", "suspect_after", "lease"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
+        if self.suspect_after < 2 * self.heartbeat:
+            raise ValueError(
+                f"suspect_after is {self.suspect_after}: give at least twice heartbeat={self.heartbeat}, as one "
+                "heartbeat may be late"
+            )
+        if self.when_suspect not in ("fail", "wait"):
+            raise ValueError(f"when_suspect is {self.when_suspect!r}: give 'fail' or 'wait'")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a worker records and serves so that people can see what it does: see docs/view.md.
+
+    statistics: whether calls are counted and timed, by function and worker. It takes about half a microsecond
+        of a call on each side. A thread reads the counts once a second, for the last minute.
+    max_names: functions and workers that are counted by themselves; further ones are counted together, as "other".
+    address: "[host:]port" at which this worker serves the page of the job, by default for this host only; port 0
+        is any free one, which is logged. None for no page. It needs the extra `view`: see docs/view.md.
+    may_be_taken: whether this worker goes without its page if another process has the port.
+    """
+
+    statistics: bool = True
+    max_names: int = 256
+    address: str | None = None
+    may_be_taken: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("statistics", "may_be_taken"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} is {value!r}: give True or False")
+        count = self.max_names
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_NAMES:
+            raise ValueError(f"max_names is {count!r}: give a whole number from 1 to {MAX_NAMES}")
+        if self.address is not None:
+            self.host_and_port()
+
+    def host_and_port(self) -> tuple[str, int]:
+        """Returns where the page is served. Raises ValueError if `address` is no such place."""
+        host, _, port = (self.address or "").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]") or DEFAULT_HOST
+        if not port.isascii() or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"the address of the view is {self.address!r}: give a port, or host:port")
+        return host, int(port)
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] = os.environ) -> "View | None":
+        """Returns the view that GRADWIRE_VIEW asks for, an address as in the option; None if it is not set.
+
+        All workers of a host may have the same one: the first that takes the port serves the page.
+
+        Raises:
+            ValueError: it is no address.
+        """
+        address = environment.get(VIEW_VARIABLE, "")
+        return View(address=address, may_be_taken=True) if address else None
 
 
 @dataclass(slots=True, kw_only=True)

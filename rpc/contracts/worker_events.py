@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
 
-from .watcher import WorkerWatcher
-from .worker import WorkerInfo
-from .worker_end import WorkerEnd
+from .worker import WorkerEnd, WorkerInfo, WorkerWatcher
 
 __all__ = [
     "WorkerBack",

@@ -30,9 +30,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from .interruptions import start_thread
-from .poller import OnReady, Poller
-from .waiter import Wakeable
-from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
+from .poller import MAX_WATCHERS, WATCH_INTERVAL_S, OnReady, Poller, Wakeable, Watch
 
 __all__ = ["Executor"]
 

@@ -2,13 +2,14 @@
 
 torch's futures are C++ objects, which Python's garbage collector cannot traverse. An exception in a future, with a
 traceback that has a frame which refers to the future, is a cycle that would never be freed. So futures store
-exceptions without frames, and `wait` raises a copy.
+exceptions without frames, and `wait` raises a copy. So does whatever else keeps an error to raise it later.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import copy
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
@@ -16,13 +17,25 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...errors import rebuild_exception
+from ...net.security import printable
 from ...torch_internals import AnyFuture
 from .executor import Executor
-from .kept_errors import copy_error, without_frames
-from .latch import acquire
-from .waiter import SocketWaiter, Wakeable
+from .interruptions import acquire
+from .poller import SocketWaiter, Wakeable
 
-__all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
+__all__ = [
+    "Future",
+    "ReadAnswer",
+    "as_concurrent_future",
+    "copy_error",
+    "error_of",
+    "is_plain",
+    "printable_text",
+    "text_of",
+    "wait_async",
+    "without_frames",
+]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -32,6 +45,9 @@ ReadAnswer = Callable[["Future[Any]", SocketWaiter], None]
 
 Returns when the future is done or about to be, or when the executor's threads are to read the socket. Takes the
 future, and what is released when another thread completes it."""
+
+MAX_SHOWN = 500
+"""Characters of the text of an error that a line of a log shows."""
 
 
 class Future(torch.futures.Future[T]):
@@ -308,3 +324,51 @@ def _order_streams() -> None:
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         if current != default:
             default.wait_stream(current)
+
+
+def copy_error(error: Exception) -> Exception:
+    """Returns a copy of a stored error, to be raised; the error itself if its class cannot be copied."""
+    try:
+        if is_plain(error):
+            return rebuild_exception(type(error), error.args, error.__dict__)
+        copied = copy.copy(error)
+    except Exception:
+        return error
+    return copied if type(copied) is type(error) else error
+
+
+def is_plain(error: Exception) -> bool:
+    """Returns whether an error's state is in `args` and `__dict__`, and its class does not define its pickling."""
+    has_c_fields = isinstance(error, OSError | UnicodeError | ImportError | SyntaxError | StopIteration)
+    is_reduced_by_class = (
+        type(error).__reduce__ is not BaseException.__reduce__
+        or type(error).__reduce_ex__ is not object.__reduce_ex__
+    )
+    return not has_c_fields and not is_reduced_by_class
+
+
+def without_frames(error: Exception) -> Exception:
+    """Returns the exception without its traceback and context, and those of its causes.
+
+    Their frames, and the callers of those, would keep all of their local variables as long as it is stored.
+    """
+    each: BaseException | None = error
+    seen = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        each.__context__ = each.__traceback__ = None
+        each = each.__cause__
+    return error
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the text of an exception. Never raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be shown)"
+
+
+def printable_text(error: BaseException) -> str:
+    """Returns the text of an exception that another worker may have made, for a log. Never raises."""
+    return printable(text_of(error), MAX_SHOWN)

@@ -1,8 +1,10 @@
-"""Waits in epoll for file descriptors on behalf of the executor's threads.
+"""How threads wait for file descriptors: in epoll, on behalf of the executor, or for what they need themselves.
 
 A descriptor is given to one thread at a time: when it is ready, it is not waited for again until that thread says
 so. A thread that runs functions which it has read from a descriptor may keep it meanwhile; other threads take it
-over if that lasts too long. A thread that waits for what a descriptor brings may read it itself.
+over if that lasts too long: see `Watch`. A thread that waits for what a descriptor brings may read it itself.
+
+Before it sleeps, a thread busy-polls for a moment: it looks again and again, since to be woken takes longer.
 """
 
 import contextlib
@@ -19,12 +21,51 @@ from functools import partial
 from typing import Protocol, final
 
 from ...errors import RpcError
-from .waiter import SocketWaiter, Spinner
+from .ctrl_c import ctrl_c, interruptible
+from .interruptions import MAX_SLICE_S
 
-__all__ = ["READABLE", "WRITABLE", "Expected", "OnReady", "Poller", "SharedDescriptor"]
+__all__ = [
+    "MAX_WATCHERS",
+    "READABLE",
+    "WATCH_INTERVAL_S",
+    "WRITABLE",
+    "Expected",
+    "OnReady",
+    "Poller",
+    "SharedDescriptor",
+    "SocketWaiter",
+    "Spinner",
+    "Wakeable",
+    "Watch",
+]
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
+
+_SLICE_MS = round(1000 * MAX_SLICE_S)
+"""Milliseconds after which a wait begins again: see `acquire` of latch.py."""
+
+MAX_LOOK_S = 3e-4
+"""Seconds that one look may take. If it takes longer, others need the interpreter or the processor."""
+
+MAX_SKIPPED = 64
+"""Waits in a row, at most, in which the thread does not look again and again."""
+
+Events = list[tuple[int, int]]
+"""Descriptors that are ready, with the events of each."""
+
+WATCH_INTERVAL_S = 0.001
+"""Seconds that a thread may keep a socket, and what it has read, while it runs a function; until the next look."""
+
+MAX_WATCH_INTERVAL_S = 0.008
+"""Seconds between two looks after some that have found nothing to take over: to look, a thread needs the
+interpreter, and the others have to wait for it."""
+
+WATCH_FOR_S = 0.02
+"""Seconds after the last busy socket in which a waiting thread looks after the others."""
+
+MAX_WATCHERS = 2
+"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +73,104 @@ OnReady = Callable[[], bool]
 """Handles a file descriptor that is ready; returns whether to wait for it again. Must not block or raise.
 
 What it submits to the executor runs on the same thread after it, if the thread has nothing else to do."""
+
+
+@final
+class Spinner:
+    """Busy-polls descriptors, or looks once if more has been in vain lately. Used by one thread.
+
+    Between two looks it yields the processor, perhaps to the worker that is to answer: the kernel often has both
+    run on the same one, although another is idle.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Args: seconds: how long it looks at most; 0 for once."""
+        self._seconds = seconds
+        self._to_skip = 0
+        """Waits from now on in which it looks once."""
+        self._skips = 0
+        """How many such waits followed the last one that was in vain."""
+
+    def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
+        """Looks at the descriptors.
+
+        Args:
+            poll: returns what is ready; its argument is 0.
+            stop: returns whether to look no longer.
+
+        Returns what is ready: nothing if nothing became ready in time, or if something else has to run.
+        """
+        if self._to_skip or not self._seconds:
+            if self._to_skip:
+                self._to_skip -= 1
+            return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
+        before = time.monotonic()
+        end = before + self._seconds
+        while not (events := poll(0)):
+            now = time.monotonic()
+            if now > end:
+                self._skips = self._to_skip = min(2 * self._skips + 1, MAX_SKIPPED)
+                return events
+            if now > before + MAX_LOOK_S or stop():
+                return events
+            before = now
+            os.sched_yield()
+        self._skips = 0
+        return events
+
+
+class Wakeable(Protocol):
+    """What a thread waits by: a held lock, or a SocketWaiter."""
+
+    def release(self) -> None:
+        """Ends the wait."""
+
+
+@final
+class SocketWaiter:
+    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
+
+    def __init__(self, busy_poll: float) -> None:
+        """Args: busy_poll: see RpcBackendOptions. Raises OSError if no descriptor is left."""
+        self._wake = -1
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread_id = threading.get_ident()
+        self._idle: tuple[int, select.poll] | None = None
+        """The descriptor of the last wait and what polls it; None during a wait."""
+        self._spinner = Spinner(busy_poll)
+
+    def __del__(self) -> None:
+        if self._wake >= 0:
+            os.close(self._wake)
+
+    def release(self) -> None:
+        """Ends the wait of the thread, unless it is the calling one."""
+        if threading.get_ident() != self._thread_id:
+            os.eventfd_write(self._wake, 1)
+
+    @interruptible  # at any step: the next wait finds it as it was, or as it is to be
+    def wait(self, descriptor: int) -> bool:
+        """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
+        if ctrl_c.noted_at is not None:
+            ctrl_c.check()
+        # Taken, since the handler of a signal that comes during `poll` may wait too.
+        idle, self._idle = self._idle, None
+        if idle is None or idle[0] != descriptor:
+            idle = descriptor, select.poll()
+            idle[1].register(self._wake, select.POLLIN)
+            idle[1].register(descriptor, select.POLLIN)
+        poll = idle[1].poll
+        events = self._spinner.spin(poll) or poll(_SLICE_MS)
+        while not events:
+            events = poll(_SLICE_MS)
+        self._idle = idle
+        is_readable = False
+        for ready, _ in events:
+            if ready == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                is_readable = True
+        return is_readable
 
 
 class SharedDescriptor(Protocol):
@@ -329,3 +468,36 @@ class Poller:
 
 def _do_nothing() -> None:
     """Takes the place of `wake` when there are no threads any more."""
+
+
+@final
+class Watch:
+    """Tells waiting threads when to look after the others. Safe to use from any thread."""
+
+    def __init__(self, poller: Poller, has_undone: Callable[[], bool]) -> None:
+        """Nothing has been busy yet. `has_undone` tells whether a thread may have left undone what is queued."""
+        self._poller = poller
+        self._has_undone = has_undone
+        self.until = 0.0
+        """When it is long enough ago that a socket was busy, by the monotonic clock."""
+        self._interval = WATCH_INTERVAL_S
+        """Seconds until the next look. Not reset by each message: most functions take less time."""
+
+    def extend(self) -> None:
+        """Notes that the socket that was ready last is busy."""
+        self.until = self._poller.last_ready + WATCH_FOR_S
+
+    def wait(self, poll: Callable[[float], bool]) -> bool:
+        """Has the calling thread wait, and look after the others now and then; returns whether something happened.
+
+        If not, there is something to do for a thread that watches, or nothing to watch any more. What `poll` does
+        is wait for some seconds; it returns whether something happened in them.
+        """
+        while not poll(self._interval):
+            if self._has_undone() or self._poller.is_kept_for(WATCH_INTERVAL_S):
+                self._interval = WATCH_INTERVAL_S
+                return False
+            if not self._poller.kept and time.monotonic() >= self.until:
+                return False
+            self._interval = min(2 * self._interval, MAX_WATCH_INTERVAL_S)
+        return True

@@ -13,8 +13,8 @@ from ...net.addresses import is_loopback, is_numeric, is_tcp_address, resolve
 from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
 from ...net.listening import ANY_PORT, PortRange
 from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
-from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import Member
 
 __all__ = [
     "ListenAddress",

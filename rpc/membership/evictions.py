@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
-from ..contracts.control import ControlMessages
-from ..contracts.member import Member
-from ..contracts.worker import WorkerInfo
+from ..contracts.agent import ControlMessages
+from ..contracts.worker import Member, WorkerInfo
 from ..execution.executor import Executor
 from ..peers.peers import Peers
 from .roster import RosterError

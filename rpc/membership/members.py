@@ -11,7 +11,7 @@ from ...c10d.rendezvous.start_barrier import StartBarrier
 from ...errors import DeviceMapError
 from ...net.host_identity import network_id
 from ..contracts.devices import DeviceMap
-from ..contracts.member import Member
+from ..contracts.worker import Member
 
 __all__ = [
     "check_device_maps",

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from ...net.host_identity import network_id
 from ...net.interfaces import is_local
 from ...net.user_sockets import UNIX_SCHEME
-from ..contracts.member import Member
+from ..contracts.worker import Member
 from .addresses import ListenAddress, identity
 
 __all__ = ["Presence", "presence_of"]

@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any, final
 
 from ...errors import RendezvousError
-from ..contracts.member import MAX_ID, Member
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import MAX_ID, Member, WorkerInfo
 
 __all__ = ["Departed", "Roster", "RosterError"]
 

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Protocol, final
 
 from ...errors import LossCause
-from ..contracts.member import Member, RosterVersion
-from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import SHUT_DOWN, Member, RosterVersion, WorkerEnd
 from ..execution.executor import Executor
 from ..peers.peers import Peers
 from ..transports.handshake import RefusedError

@@ -24,8 +24,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from ...c10d.torch_types import TorchStore
-from ..contracts.member import Member, RosterVersion
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import Member, RosterVersion, WorkerInfo
 from ..execution.interruptions import start_thread
 from .roster import MAX_REASON, Departed, Roster, RosterError
 

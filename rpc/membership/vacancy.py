@@ -12,8 +12,8 @@ from typing import final
 
 from ...errors import RendezvousError
 from ...net.waiting import wait_with_warnings
-from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import Member
 from .addresses import ListenAddress
 from .presence import Presence, presence_of
 from .roster_log import RosterLog

@@ -16,9 +16,8 @@ from google.protobuf.message import DecodeError
 
 from ...net.event_loop import acquire_event_loop
 from ...proto.v1 import agent_pb2
-from ..contracts.member import Member
 from ..contracts.options import RpcBackendOptions
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import Member, WorkerInfo
 from ..execution.executor import Executor
 from ..peers.link import LinkState
 from ..peers.peers import Peers

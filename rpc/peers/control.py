@@ -23,13 +23,11 @@ from typing import Any, Protocol, final
 from ...errors import LimitReachedError, RpcError, SerializationError, WorkerLostError
 from ...net.security import printable
 from ...proto.v1 import agent_pb2
-from ..contracts.control import ControlHandler, ControlValues, OnSettled
+from ..contracts.agent import ControlHandler, ControlValues, OnSettled
 from ..contracts.messages import CONTROL
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
-from ..execution.kept_errors import printable_text
-from ..execution.scheduler import Scheduler, Task
+from ..contracts.worker import WorkerEnd, WorkerInfo, WorkerWatcher
+from ..execution.futures import printable_text
+from ..execution.timers import Scheduler, Task
 from ..wire.failures import decode_failure, encode_failure
 from .link import Absence
 

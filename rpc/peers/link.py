@@ -19,10 +19,8 @@ from typing import Any, Protocol, final
 
 from ...errors import EvictedError, LossCause, Outcome, WorkerLostError, WorkerSuspectError
 from ..contracts.agent import RpcAgent
-from ..contracts.liveness import Liveness
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import PROCESS_ENDED, WorkerEnd
+from ..contracts.options import Liveness
+from ..contracts.worker import PROCESS_ENDED, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.executor import Executor
 from ..transports.liveness import Reach, probe, probe_now
 

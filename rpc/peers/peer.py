@@ -29,11 +29,9 @@ from ..channels.envelope_payloads import Collecting, EnvelopePayloads
 from ..channels.local import LocalChannel
 from ..channels.payloads import PayloadReader, read_inline
 from ..channels.shared_memory.peer import PeerSegments
-from ..contracts.member import Member
 from ..contracts.messages import Outgoing
 from ..contracts.options import FlowControlOptions
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import Member, WorkerEnd, WorkerInfo
 from ..transports.base import Transport, TransportClosedError
 from ..transports.grpc_stream import GrpcStream
 from ..transports.grpc_streams import GrpcStreams

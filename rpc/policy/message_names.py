@@ -22,9 +22,8 @@ import torch
 from ... import errors
 from ...errors import rebuild_exception
 from ...proto.v1 import agent_pb2
-from ..contracts.exposure import Exposure, MethodGuard, exposure_of
 from ..contracts.options import BY_VALUE
-from ..contracts.policy import Policy
+from ..contracts.policy import Exposure, MethodGuard, Policy, exposure_of
 from ..wire import script, small_tensors, unpickling
 from ..wire.tensor_memory import MAX_DIMENSIONS
 from ..wire.unpickling import as_parameter

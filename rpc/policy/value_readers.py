@@ -15,7 +15,7 @@ from ..contracts.messages import Buffer, Incoming
 from ..contracts.options import BY_VALUE, SEND_CODE
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
-from ..execution.kept_errors import printable_text
+from ..execution.futures import printable_text
 from ..wire.unpickling import unpickle
 from .message_names import MALFORMED, MessageNames, RefusedValueError, is_method_exposed, show
 from .plain_pickle import read_plain_pickle

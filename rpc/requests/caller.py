@@ -29,13 +29,10 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceMap, device_map_to_proto
 from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.ctrl_c import wait_interruptibly
-from ..execution.deadlines import Deadlines, DeadlinesFactory
-from ..execution.futures import Future
-from ..execution.kept_errors import copy_error
+from ..execution.futures import Future, copy_error
+from ..execution.timers import Deadlines, DeadlinesFactory
 from ..peers.flow_control import Waiter
 from ..peers.peer import Peer
 from ..wire.pickling import Packed

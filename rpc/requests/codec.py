@@ -23,8 +23,7 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.cuda.staging import DeviceStaging
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
-from ..contracts.device_payloads import DeviceBuffer
-from ..contracts.devices import NO_DEVICES, DeviceMap, device_map_of_answer
+from ..contracts.devices import NO_DEVICES, DeviceBuffer, DeviceMap, device_map_of_answer
 from ..contracts.extension import Awaited, Extension
 from ..contracts.messages import Buffer, Handler, Incoming, MessageType, Outgoing, Request
 from ..contracts.options import RpcBackendOptions

@@ -61,10 +61,8 @@ from ..contracts.messages import (
     UnwantedMessageError,
 )
 from ..contracts.options import FlowControlOptions
-from ..contracts.watcher import WorkerWatcher
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
-from ..execution.deadlines import Deadlines, DeadlinesFactory
+from ..contracts.worker import WorkerEnd, WorkerInfo, WorkerWatcher
+from ..execution.timers import Deadlines, DeadlinesFactory
 from ..peers.flow_control import CALL_BYTES, MIN_ANSWER_BYTES, Backlogs
 from ..peers.peer import Peer
 from .call import CallCounter, CallKey, CallParts

@@ -8,7 +8,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar, TypeVarTuple, final, o
 
 from ...errors import RpcTimeoutError
 from ..contracts.agent import Destination, RpcAgent, current_agent
-from ..contracts.arguments import UNSET_RPC_TIMEOUT, check_call, check_timeout
+from ..contracts.messages import UNSET_RPC_TIMEOUT, check_call, check_timeout
 from ..contracts.options import MIB
 from .consumer import ItemNotReadyError, StreamConsumer
 from .streams import Streams

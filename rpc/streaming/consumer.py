@@ -7,13 +7,11 @@ from typing import Any, NamedTuple, final
 
 from ...errors import Outcome, RpcError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
-from ..contracts.agent import RpcAgent
-from ..contracts.control import CANCELLED
+from ..contracts.agent import CANCELLED, RpcAgent
 from ..contracts.messages import MessageType
 from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
-from ..execution.futures import Future, error_of
-from ..execution.kept_errors import copy_error
+from ..execution.futures import Future, copy_error, error_of
 
 __all__ = ["ItemNotReadyError", "StreamConsumer"]
 

@@ -20,11 +20,18 @@ from ...errors import (
 )
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
-from ..contracts.arguments import CALL_PARTS, check_received
 from ..contracts.extension import Extension
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request, UnwantedMessageError
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.messages import (
+    CALL_PARTS,
+    Deferred,
+    Handler,
+    Incoming,
+    MessageType,
+    Request,
+    UnwantedMessageError,
+    check_received,
+)
+from ..contracts.worker import WorkerEnd, WorkerInfo
 from .consumer import StreamConsumer
 from .producer import StreamProducer, iterator_of
 

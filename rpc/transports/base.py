@@ -5,11 +5,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..contracts.member import Member
-from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import Member, WorkerEnd, WorkerInfo
 from ..execution.futures import Future
-from ..execution.waiter import SocketWaiter
+from ..execution.poller import SocketWaiter
 from .socket_frames import SegmentListener
 
 __all__ = ["Connecting", "Transport", "TransportClosedError", "TransportListener"]

@@ -12,9 +12,8 @@ from typing import Any, Protocol, final
 
 from ...net.socket_peers import MAX_ROUND_TRIP_S
 from ...proto.v1 import agent_pb2
-from ..contracts.member import Member
 from ..contracts.options import MAX_BULK_CONNECTIONS
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import Member, WorkerInfo
 from .sockets import CONNECT_TIMEOUT_S, DIAL_ROUND_TRIPS, OfferedSocket, SocketListener
 from .tls_socket import AnySocket
 

@@ -10,7 +10,7 @@ import grpc
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import WorkerEnd
 from ..execution.executor import Executor
 from ..wire.parsing import parse_frame
 from .base import TransportListener

@@ -12,7 +12,7 @@ from ...net.inheritance import note_grpc, note_listener, note_peer
 from ...net.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
 from ...net.socket_peers import MAX_ROUND_TRIP_S, half_of_descriptors
 from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
-from ..contracts.liveness import Liveness
+from ..contracts.options import Liveness
 from .settings import GRACE_SECONDS, MAX_CONNECTIONS, SERVICE, UNIX_PING_S, aio, client_options, server_options
 
 __all__ = ["GrpcEndpoint", "address_of"]

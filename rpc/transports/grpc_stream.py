@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 from ...errors import LossCause
 from ...net.user_sockets import UNIX_SCHEME
 from ...proto.v1 import agent_pb2
-from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
-from ..execution.waiter import SocketWaiter
+from ..execution.poller import SocketWaiter
 from ..wire.parsing import parse_frame
 from .base import Connecting, TransportClosedError, TransportListener
 from .connection_log import log_connection

@@ -5,7 +5,7 @@ from typing import Any, Protocol, final
 
 import grpc
 
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker import WorkerEnd
 from .base import TransportListener
 from .grpc_calls import StreamParts, welcome_frame
 from .grpc_endpoint import address_of

@@ -10,8 +10,7 @@ from google.protobuf.message import DecodeError
 
 from ...net.security import printable
 from ...proto.v1 import agent_pb2
-from ..contracts.member import RosterVersion
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import RosterVersion, WorkerInfo
 from ..wire.parsing import parse_hello
 from .base import TransportListener
 from .grpc_endpoint import GrpcEndpoint

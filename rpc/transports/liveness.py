@@ -26,7 +26,7 @@ from typing import Final, Protocol, final
 
 from ...net.socket_peers import process_of_peer, since_received_s
 from ...net.user_sockets import UNIX_SCHEME, is_listening
-from ..contracts.liveness import Liveness
+from ..contracts.options import Liveness
 from .sockets import tcp_socket
 
 __all__ = [

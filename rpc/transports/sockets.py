@@ -25,8 +25,7 @@ from ...net.listening import PortRange
 from ...net.security import Audit, Identity, printable, worker_host_name
 from ...net.socket_peers import address_of_peer, has_left, is_of_same_user, round_trip_s
 from ...proto.v1 import agent_pb2
-from ..contracts.member import Member
-from ..contracts.worker import WorkerInfo
+from ..contracts.worker import Member, WorkerInfo
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["CONNECT_TIMEOUT_S", "DIAL_ROUND_TRIPS", "TCP", "UNIX", "OfferedSocket", "SocketListener", "tcp_socket"]

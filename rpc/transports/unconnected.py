@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
-from ..execution.waiter import SocketWaiter
+from ..execution.poller import SocketWaiter
 from ..wire.parsing import embed
 from .base import Connecting, TransportClosedError, TransportListener
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from ...errors import RemoteError, RemoteUnpicklableError, rebuild_exception
 from ...net.security import printable, printable_lines
 from ...proto.v1 import agent_pb2
-from ..execution.kept_errors import copy_error, is_plain, text_of
+from ..execution.futures import copy_error, is_plain, text_of
 
 __all__ = ["decode_failure", "encode_failure", "format_error", "user_traceback", "with_traceback_as_text"]
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from ...proto.v1 import agent_pb2
-from ..contracts.device_payloads import DeviceBuffer
+from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
 from .parsing import ALIGNMENT
 from .tensor_memory import (

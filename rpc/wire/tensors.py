@@ -14,8 +14,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from ...torch_internals import quantized, quantized_per_channel
-from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
-from ..contracts.devices import NO_DEVICES, DeviceMap
+from ..contracts.devices import NO_DEVICES, DeviceBuffer, DeviceMap, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.messages import Buffer
 from .small_tensors import (
     MAX_GATHERED_BYTES,

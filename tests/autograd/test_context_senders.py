@@ -12,7 +12,7 @@ from gradwire.errors import AutogradError, LimitReachedError, LossCause, RpcTime
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker import WorkerEnd
 from gradwire.rpc.execution.futures import error_of
 
 from tests.remote_functions import identity, wait_until

@@ -25,11 +25,10 @@ from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers

@@ -23,9 +23,8 @@ from gradwire.rpc.channels.chunked.sending import ChunkParts
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
-from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.options import ChannelOptions
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.transports import envelope_socket
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, PulseExchange
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint

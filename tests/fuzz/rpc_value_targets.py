@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from gradwire.errors import LossCause, PolicyError, WorkerNameError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
+from gradwire.rpc.contracts.worker import Member, RosterVersion
 from gradwire.rpc.membership.roster import RosterError
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.policy.value_readers import make_reader

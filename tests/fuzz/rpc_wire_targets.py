@@ -11,8 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
-from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
+from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd, WorkerInfo
 from gradwire.rpc.membership.vouching import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, merge_events, relabel

@@ -9,7 +9,7 @@ from gradwire.errors import DeviceMapError, RpcError, SerializationError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc import backend_registry
 from gradwire.rpc.contracts.devices import device_map_of_answer, device_map_to_proto
-from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.membership.members import check_device_maps, device_maps_as_text
 from gradwire.rpc.wire import pickling as serialization
 from gradwire.rpc.wire.tensors import UnmappedDeviceError, check_sendable, decode_tensors

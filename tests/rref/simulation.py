@@ -27,12 +27,9 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
-from gradwire.rpc.contracts.watcher import WorkerWatcher
-from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
 from gradwire.rpc.peers.peers import Peers

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.execution import scheduler
+from gradwire.rpc.execution import timers
 from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
@@ -40,7 +40,7 @@ def drop_at_each_moment() -> tuple[int, int]:
     Returns:
         How often it has, and how many references it has dropped.
     """
-    scheduler.LINGER_S = 0.001
+    timers.LINGER_S = 0.001
     moment, uninterrupted = 1, 0
     while uninterrupted < UNINTERRUPTED:
         rref = rpc.remote("worker1", add, (1, 2))

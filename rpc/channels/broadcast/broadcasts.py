@@ -21,7 +21,7 @@ from typing import final
 from ....c10d.groups.membership import GroupSpec
 from ....c10d.torch_types import TorchStore
 from ....errors import GroupAbortedError
-from ...contracts.control import ControlMessages
+from ...contracts.agent import ControlMessages
 from ...contracts.options import BroadcastOptions
 from ...contracts.worker import WorkerInfo
 from ..shared_memory.broadcast import SegmentBroadcast

@@ -9,9 +9,9 @@ from typing import Any, final
 import grpc
 
 from ....proto.v1 import agent_pb2
-from ...contracts.member import Member
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
+from ...contracts.worker import Member
 from ...transports.grpc_calls import write_frame
 from ...transports.handshake import Handshake
 from ...transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, aio

@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import torch
 
 from ....proto.v1 import agent_pb2
-from ...contracts.device_payloads import DeviceBuffer
+from ...contracts.devices import DeviceBuffer
 from ..base import ChannelPeer, PayloadLostError, check_size
 from ..shared_memory.channel import SharedMemoryChannel
 from .devices import Devices

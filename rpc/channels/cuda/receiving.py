@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from ...contracts.device_payloads import StartedCopy
+from ...contracts.devices import StartedCopy
 from .runtime import MappedMemory
 
 __all__ = ["MAX_MAPPED", "MappedDeviceSegments", "SegmentPart"]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ...contracts.device_payloads import StartedCopy
+from ...contracts.devices import StartedCopy
 
 __all__ = ["DeviceError", "DeviceRuntime", "ExportedMemory", "MappedMemory"]
 

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from ...contracts.device_payloads import DeviceBuffer, StartedCopy
+from ...contracts.devices import DeviceBuffer, StartedCopy
 from .runtime import DeviceRuntime
 
 __all__ = ["DeviceStaging"]

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from ...contracts.device_payloads import StartedCopy
+from ...contracts.devices import StartedCopy
 from .driver import HANDLE_BYTES, CudaDriver
 from .runtime import DeviceError, ExportedMemory, MappedMemory
 

@@ -16,10 +16,9 @@ from gradwire.errors import WorkerLostError
 from gradwire.net.event_loop import EventLoop, acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.member import Member, RosterVersion
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports import handshake, settings, sockets
 from gradwire.rpc.transports.grpc_calls import StreamState

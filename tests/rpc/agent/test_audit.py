@@ -23,7 +23,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels import announced
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, MessageType, Request
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker import WorkerEnd
 from gradwire.rpc.transports import handshake, sockets
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio

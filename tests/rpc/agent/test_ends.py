@@ -13,7 +13,7 @@ import torch.multiprocessing
 from gradwire import compat, rpc
 from gradwire.errors import LossCause, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
+from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd
 
 from tests.remote_functions import add, set_event, wait_for, wait_until
 from tests.workers import _context, _init_rpc

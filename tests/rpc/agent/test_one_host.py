@@ -19,8 +19,8 @@ from gradwire.net.event_loop import acquire_event_loop
 from gradwire.net.user_sockets import SocketDirectory
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, aio
 

@@ -9,10 +9,9 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.extension import Extension
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import RESULT
 from gradwire.rpc.contracts.options import RpcBackendOptions
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests.addresses import address_here

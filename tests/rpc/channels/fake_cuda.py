@@ -25,7 +25,7 @@ from gradwire.rpc import grpc_backend
 from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
 from gradwire.rpc.agent.network import Network, NetworkSeams
 from gradwire.rpc.channels.cuda.runtime import DeviceError
-from gradwire.rpc.contracts.member import Member
+from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.wire.tensor_memory import span
 
 from tests.workers import TRANSPORTS, Worker

@@ -22,7 +22,7 @@ from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker import WorkerEnd
 from gradwire.rpc.execution import executor
 from gradwire.rpc.peers.flow_control import Backlog, Backlogs
 from gradwire.rpc.peers.peer import ReceivedQueue

@@ -9,8 +9,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, SerializationError
-from gradwire.rpc.collectives.leader import ASK_RESULT, RoundLeader
-from gradwire.rpc.collectives.rounds import RoundResult
+from gradwire.rpc.collectives.rounds import ASK_RESULT, RoundLeader, RoundResult
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType, Request
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.c10d import TCPStore
-from gradwire.rpc.collectives.leader import RoundLeader
-from gradwire.rpc.collectives.rounds import RoundKey
+from gradwire.rpc.collectives.rounds import RoundKey, RoundLeader
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until

@@ -9,9 +9,8 @@ from gradwire import rpc
 from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast import broadcasts, channel
-from gradwire.rpc.collectives import leader
-from gradwire.rpc.collectives.leader import ASK_RESULT, TELL_RESULT
-from gradwire.rpc.collectives.rounds import RoundResult
+from gradwire.rpc.collectives import rounds
+from gradwire.rpc.collectives.rounds import ASK_RESULT, TELL_RESULT, RoundResult
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.streaming.streams import Streams
@@ -34,7 +33,7 @@ def contribute(sender, receiver, key: object, *, was_tried: bool = False):
     return sender.request(receiver.info, Request(MessageType.ALL_GATHER, body, timeout=0))
 
 
-def leader_of(agent) -> leader.RoundLeader:
+def leader_of(agent) -> rounds.RoundLeader:
     return agent._all_gather_service._leader
 
 
@@ -89,7 +88,7 @@ def test_a_round_waits_until_its_leader_knows_a_newcomer(agents, monkeypatch):
 
 
 def test_open_rounds_of_one_worker_are_bounded(agents, monkeypatch):
-    monkeypatch.setattr(leader, "MAX_OPEN_ROUNDS", 4)
+    monkeypatch.setattr(rounds, "MAX_OPEN_ROUNDS", 4)
     a, b, c = agents(3)
     for number in range(2):
         contribute(c, a, ("t", number, (0, 2)))

@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Any, Self
 
 from gradwire.rpc.execution.ctrl_c import ctrl_c
-from gradwire.rpc.execution.poller import Poller
-from gradwire.rpc.execution.waiter import SocketWaiter
+from gradwire.rpc.execution.poller import Poller, SocketWaiter
 
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.rpc.execution import waiter as waiter_module
+from gradwire.rpc.execution import poller as waiter_module
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
+from gradwire.rpc.execution.poller import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
 
 from tests.remote_functions import identity
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.rpc.execution.ctrl_c import HANG_TIMEOUT_S, ctrl_c
-from gradwire.rpc.execution.latch import acquire
+from gradwire.rpc.execution.interruptions import acquire
 
 from tests.remote_functions import add, identity, set_event, wait_for
 

@@ -12,9 +12,9 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import executor
-from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
+from gradwire.rpc.execution import timers as deadlines_module
+from gradwire.rpc.execution.timers import MAX_SETTLED_ENTRIES, Deadlines
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
 from gradwire.rpc.requests.server import ServedCall, Server

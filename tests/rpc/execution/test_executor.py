@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from gradwire.rpc.execution import executor as executor_module
-from gradwire.rpc.execution import watching
+from gradwire.rpc.execution import poller
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import READABLE
 
@@ -110,7 +110,7 @@ def test_surplus_threads_end(executor):
 def test_the_last_watcher_does_not_end(monkeypatch):
     """A function waits for the next message of a socket that its thread keeps, and the one watcher is surplus."""
     monkeypatch.setattr(executor_module, "MAX_WATCHERS", 1)
-    monkeypatch.setattr(watching, "WATCH_FOR_S", 60.0)  # so that the thread that finds the socket busy watches
+    monkeypatch.setattr(poller, "WATCH_FOR_S", 60.0)  # so that the thread that finds the socket busy watches
     executor = Executor(2, "test-watcher")
     blocked = [start_blocked_tasks(executor, 1, declared=True) for _ in range(3)]
     for _, started in blocked:

@@ -15,8 +15,8 @@ import torch
 from gradwire import rpc
 from gradwire.errors import RpcCancelledError
 from gradwire.rpc.execution.futures import Future
-from gradwire.rpc.execution.latch import acquire
-from gradwire.rpc.execution.waiter import SocketWaiter
+from gradwire.rpc.execution.interruptions import acquire
+from gradwire.rpc.execution.poller import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
 from tests.rpc.channels.segments import MIB, segments_in_use, used_bytes

@@ -3,8 +3,7 @@
 import time
 
 import pytest
-from gradwire.rpc.execution.poller import Poller
-from gradwire.rpc.execution.watching import MAX_WATCH_INTERVAL_S, WATCH_FOR_S, WATCH_INTERVAL_S, Watch
+from gradwire.rpc.execution.poller import MAX_WATCH_INTERVAL_S, WATCH_FOR_S, WATCH_INTERVAL_S, Poller, Watch
 
 DESCRIPTOR = 0
 

@@ -18,11 +18,8 @@ from gradwire.c10d import HashStore
 from gradwire.errors import LossCause, RpcTimeoutError, StoreNetworkError, WorkerSuspectError
 from gradwire.net.security.audit import Audit
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.liveness import Liveness
-from gradwire.rpc.contracts.member import Member
-from gradwire.rpc.contracts.watcher import WorkerWatcher
-from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
+from gradwire.rpc.contracts.options import Liveness
+from gradwire.rpc.contracts.worker import PROCESS_ENDED, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.grpc_backend import greet
 from gradwire.rpc.membership import evictions as evictions_module
 from gradwire.rpc.membership.addresses import ListenAddress

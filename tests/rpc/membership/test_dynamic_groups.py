@@ -13,8 +13,8 @@ from gradwire.errors import RendezvousError, WorkerLostError
 from gradwire.net.user_sockets import SocketDirectory
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.member import Member
 from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.membership import roster_log
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.transports import handshake

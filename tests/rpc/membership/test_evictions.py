@@ -6,8 +6,7 @@ import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore, TCPStore
 from gradwire.errors import EvictedError, RendezvousError, RpcError, StoreNetworkError, WorkerLostError
-from gradwire.rpc.contracts.member import Member
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests.remote_functions import add, wait_until

@@ -11,8 +11,7 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.member import Member, RosterVersion
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership import vouching
 from gradwire.rpc.membership.evictions import Evictions

@@ -236,8 +236,7 @@ def test_spawn_starts_workers_of_static_groups_again(tmp_path):
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_what_answers_nothing_is_silent_and_what_refuses_is_gone(listens):
-    from gradwire.rpc.contracts.member import Member
-    from gradwire.rpc.contracts.worker import WorkerInfo
+    from gradwire.rpc.contracts.worker import Member, WorkerInfo
     from gradwire.rpc.membership.addresses import ListenAddress
     from gradwire.rpc.membership.presence import Presence, presence_of
 
@@ -251,8 +250,7 @@ def test_what_answers_nothing_is_silent_and_what_refuses_is_gone(listens):
 
 def test_a_link_local_address_is_asked_on_its_interface():
     from gradwire.net.addresses import format_address
-    from gradwire.rpc.contracts.member import Member
-    from gradwire.rpc.contracts.worker import WorkerInfo
+    from gradwire.rpc.contracts.worker import Member, WorkerInfo
     from gradwire.rpc.membership.addresses import ListenAddress
     from gradwire.rpc.membership.presence import Presence, presence_of
 

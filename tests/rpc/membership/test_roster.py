@@ -10,8 +10,7 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
 from gradwire.proto.v1.store_pb2 import Operation, Outcome
-from gradwire.rpc.contracts.member import Member, RosterVersion
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster import Roster, RosterError
 from gradwire.rpc.membership.roster_log import RosterLog
 from hypothesis import given

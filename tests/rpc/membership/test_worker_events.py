@@ -8,7 +8,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import NotInitializedError, UnknownWorkerError
 from gradwire.rpc import aio
-from gradwire.rpc.contracts.worker_end import SHUT_DOWN
+from gradwire.rpc.contracts.worker import SHUT_DOWN
 from gradwire.rpc.contracts.worker_events import WorkerEvents
 
 from tests.remote_functions import process_id

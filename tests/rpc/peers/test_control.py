@@ -12,7 +12,6 @@ from gradwire.errors import SerializationError, WorkerLostError
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.execution import scheduler
 from gradwire.rpc.peers import control
 from gradwire.rref import forks
 from gradwire.rref.forks import References

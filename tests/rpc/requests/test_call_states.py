@@ -21,9 +21,7 @@ from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT, Handler, Incoming, MessageType, Outgoing, Request
 from gradwire.rpc.contracts.options import FlowControlOptions
-from gradwire.rpc.contracts.watcher import WorkerWatcher
-from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
+from gradwire.rpc.contracts.worker import PROCESS_ENDED, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import CallCounter

@@ -8,8 +8,7 @@ import grpc
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import LossCause
-from gradwire.rpc.contracts.member import RosterVersion
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peers import Peers

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.liveness import Liveness
-from gradwire.rpc.contracts.member import Member
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.options import Liveness
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.grpc_calls import StreamParts
 from gradwire.rpc.transports.grpc_stream import GrpcStream

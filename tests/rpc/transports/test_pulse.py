@@ -10,8 +10,7 @@ import pytest
 from gradwire import rpc
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
-from gradwire.rpc.contracts.liveness import Liveness
-from gradwire.rpc.contracts.options import ChannelOptions
+from gradwire.rpc.contracts.options import ChannelOptions, Liveness
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader, PulseExchange
 from gradwire.rpc.transports.liveness import Heartbeats, Pulse

@@ -17,8 +17,7 @@ import pytest
 from gradwire.c10d import Credentials
 from gradwire.net.listening import PortRange
 from gradwire.net.security import Identity, worker_host_name
-from gradwire.rpc.contracts.member import Member
-from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.transports import sockets
 from gradwire.rpc.transports.sockets import TCP, OfferedSocket, SocketListener
 from gradwire.rpc.transports.tls_socket import TlsSocket

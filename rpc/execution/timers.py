@@ -1,5 +1,7 @@
-"""Timeouts of requests, kept by one thread."""
+"""Threads that run something at its time: the tasks of an agent's control messages, and timeouts of requests."""
 
+import heapq
+import itertools
 import logging
 import math
 import threading
@@ -7,11 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from typing import Any, Generic, TypeVar, final
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar, final
 
-__all__ = ["Deadlines", "DeadlinesFactory"]
+__all__ = ["Deadlines", "DeadlinesFactory", "Scheduler", "SerialThread", "Task"]
 
-log = logging.getLogger(__name__)
+LINGER_S = 0.02
+"""Seconds that a task which is not urgent waits for others."""
 
 MAX_WAIT_S = 3600.0
 """Seconds of one wait; the operating system refuses waits of centuries."""
@@ -19,11 +23,125 @@ MAX_WAIT_S = 3600.0
 MAX_SETTLED_ENTRIES = 1024
 """Entries of settled requests that are kept besides as many as there are live ones."""
 
+log = logging.getLogger(__name__)
+
+Task = Callable[[], None]
+
 K = TypeVar("K", bound=Hashable)
 """The type of the ids."""
 
 _Queue = deque[tuple[float, K]]
 """Deadlines, as times of `time.monotonic`, and ids. All have the same timeout, so they are in order."""
+
+
+class Scheduler(Protocol):
+    """Runs tasks one after another, in the order in which they were submitted.
+
+    A task that raises is logged, and the next one runs. Owned by one ControlMessages, which calls `close` once.
+    """
+
+    def submit(self, task: Task, *, urgent: bool = True) -> None:
+        """Queues a task. May be called from any thread; takes no lock, so finalizers may call it.
+
+        One that is not urgent may wait up to LINGER_S for others.
+        """
+
+    def call_later(self, seconds: float, task: Task) -> None:
+        """Has a task run after `seconds`. Only tasks may call this."""
+
+    def close(self, seconds: float) -> None:
+        """Ends after the queued tasks, and drops those of `call_later`. Waits at most `seconds` for the end."""
+
+
+@final
+class SerialThread:
+    """A scheduler on a thread of its own."""
+
+    def __init__(self, name: str, initializer: Task) -> None:
+        """Starts the thread, which runs `initializer` first."""
+        self._tasks: deque[Task] = deque()
+        self._wake_ups: SimpleQueue[float | None] = SimpleQueue()
+        """What the thread is woken for: to run the queued tasks at once (0) or in LINGER_S, or to end (None)."""
+        self._is_woken = False
+        """Whether 0 is in the queue."""
+        self._is_lingering = False
+        """Whether LINGER_S is in the queue, or that time is not over."""
+        self._is_running = False
+        """Whether the thread runs the queued tasks."""
+        self._timers: list[tuple[float, int, Task]] = []
+        """A heap of time of `time.monotonic`, count and task. Used by the thread only."""
+        self._count = itertools.count()
+        self._initializer = initializer
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task, *, urgent: bool = True) -> None:
+        """Queues a task."""
+        self._tasks.append(task)
+        if self._is_running and threading.get_ident() == self._thread.ident:
+            return  # this thread comes to it next
+        if urgent and not self._is_woken:
+            self._is_woken = True
+            self._wake_ups.put(0)
+        elif not urgent and not self._is_lingering:
+            self._is_lingering = True
+            self._wake_ups.put(LINGER_S)
+
+    def call_later(self, seconds: float, task: Task) -> None:
+        """Has a task run after `seconds`."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), task))
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread after the queued tasks; waits at most `seconds`."""
+        self._wake_ups.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        self._initializer()
+        seconds: float | None = 0
+        while seconds is not None:
+            seconds = self._wait()
+            if seconds:
+                self.call_later(seconds, self._stop_lingering)
+            else:
+                self._run_queued()
+
+    def _wait(self) -> float | None:
+        """Waits until there is something to do, and runs what was to be done later."""
+        while True:
+            left = self._timers[0][0] - time.monotonic() if self._timers else None
+            if left is not None and left <= 0:
+                self._run_one(heapq.heappop(self._timers)[2])
+                self._run_queued()
+                continue
+            try:
+                seconds = self._wake_ups.get(timeout=left)
+            except Empty:
+                continue
+            if seconds == 0:
+                self._is_woken = False  # before the tasks are taken: one that is queued from now on wakes again
+            return seconds
+
+    def _stop_lingering(self) -> None:  # `_wait` runs the tasks next
+        if self._tasks:
+            self.call_later(LINGER_S, self._stop_lingering)  # more may come, which need not wake this thread
+        else:
+            self._is_lingering = False
+
+    def _run_queued(self) -> None:
+        # Again: a finalizer may have queued a task after the last one, before the flag was reset.
+        while self._tasks:
+            self._is_running = True
+            while self._tasks:
+                self._run_one(self._tasks.popleft())
+            self._is_running = False
+
+    def _run_one(self, task: Task) -> None:
+        try:
+            task()
+        except Exception:
+            log.exception("a task of thread %s failed", self._thread.name)
 
 
 @final
