@@ -12,6 +12,7 @@ from gradwire.errors import SerializationError, WorkerLostError
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.execution import timers
 from gradwire.rpc.peers import control
 from gradwire.rref import forks
 from gradwire.rref.forks import References
@@ -223,7 +224,7 @@ class Pair:
         self.a, self.b = agents(2, lambda rank: self.recorders[rank].factories(), **options)
         call(self.a, self.b)
         wait_until(lambda: self.a.debug_info()["transports"]["agent1"] == transport)
-        monkeypatch.setattr(scheduler, "LINGER_S", FOREVER_S)
+        monkeypatch.setattr(timers, "LINGER_S", FOREVER_S)
         monkeypatch.setattr(control, "ATTACH_AFTER_S", 0.0)
 
     def sent(self) -> list[list[str]]:
@@ -302,7 +303,7 @@ def test_the_error_of_a_message_that_was_taken_along_is_told(pair):
 
 def test_what_no_message_takes_along_is_sent_alone(pair, monkeypatch):
     a, b = pair.a, pair.b
-    monkeypatch.setattr(scheduler, "LINGER_S", 0.01)
+    monkeypatch.setattr(timers, "LINGER_S", 0.01)
     got: list[int] = []
     b.control.on("note", lambda _sender, payload: got.append(payload))
     settled = threading.Event()
@@ -477,7 +478,7 @@ def interrupted_at_each_moment(run: Callable[[], None], check: Callable[[], None
 
 
 def test_the_sending_of_messages_may_be_interrupted_at_any_moment(agents, monkeypatch):
-    monkeypatch.setattr(scheduler, "LINGER_S", 0.002)
+    monkeypatch.setattr(timers, "LINGER_S", 0.002)
     monkeypatch.setattr(control, "ATTACH_AFTER_S", 0.0)
     a, b = agents(2)
     processed: list[Any] = []
