@@ -13,9 +13,20 @@ from typing import Any
 import torch.distributed
 
 from ..net.security import Credentials
-from .groups.api import init_process_group, monitored_barrier, new_group, split_group
-from .groups.backends import register_backends
-from .groups.dump import dump_flight_recorder, dump_flight_recorder_on_signal
+from .groups.api import (
+    ReconfigureOptions,
+    dump_flight_recorder,
+    dump_flight_recorder_on_signal,
+    get_reconfigure_handle,
+    init_process_group,
+    monitored_barrier,
+    new_group,
+    reconfigure,
+    rendezvous_reconfigure,
+    split_group,
+    supports_reconfigure,
+)
+from .groups.backends import register_backends, register_engine
 from .groups.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,
@@ -24,14 +35,6 @@ from .groups.multigpu import (
     reduce_scatter_multigpu,
 )
 from .groups.options import GroupOptions
-from .groups.reconfigure import (
-    ReconfigureOptions,
-    get_reconfigure_handle,
-    reconfigure,
-    rendezvous_reconfigure,
-    supports_reconfigure,
-)
-from .groups.registry import register_engine
 from .rendezvous.api import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, StoreLimits, TCPStore
 

@@ -24,7 +24,7 @@ def command(paths: tuple[Path, ...]) -> None:
     PATHS are files, or folders with files that are called flight-HOST-PID.json. Processes write them by
     c10d.dump_flight_recorder, or when a group with a dump_folder in its options fails.
     """
-    from ..c10d.debug.report import read_files, report
+    from ..c10d.debug.flight_recorder import read_files, report
     from ..net.peer_text import printable
 
     try:

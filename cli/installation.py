@@ -61,8 +61,7 @@ def check_versions() -> Iterator[Finding]:
 
 def check_engines() -> Iterator[Finding]:
     """Yields which engines run here. mpi and nccl need packages that are optional."""
-    from ..c10d.engines.availability import why_unavailable
-    from ..c10d.groups.backends import BUILTIN_ENGINES
+    from ..c10d.groups.backends import BUILTIN_ENGINES, why_unavailable
 
     for engine in sorted(BUILTIN_ENGINES):
         reason = why_unavailable(engine)

@@ -36,7 +36,10 @@ from ..torch_types import TorchStore
 from .pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from .reductions import Reduction
 
-__all__ = ["Engine", "EngineFactory", "Setup", "chunks"]
+__all__ = ["DIED", "Engine", "EngineFactory", "Setup", "chunks"]
+
+DIED = "its process died or ended without leaving the group, or its host cannot be reached"
+"""The reason of a RankLostError if the group knows that the rank has not just left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,22 @@
-"""Makes process groups by torch's functions, with gradwire's rendezvous and short names of its engines."""
+"""The public functions on process groups: they make them, split them, form them anew, and show where they hang.
 
+Groups are made by torch's functions, with gradwire's rendezvous and short names of its engines. The functions that
+form a group anew have the names and the meaning of torch 2.14's `torch.distributed._reconfigure` and related ones.
+They work on every torch that gradwire supports; from 2.14 on torch's own functions work, too.
+"""
+
+import logging
 import os
+import signal
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -16,7 +26,8 @@ from ...errors import ProcessGroupError, RendezvousError
 from ...net.host_identity import HostIdentity, can_share_loopback
 from ...net.interfaces import LOOPBACK, address_for_others
 from ...net.security import Credentials
-from ...torch_internals import default_timeout
+from ...torch_internals import default_timeout, known_groups
+from ..debug.flight_recorder import write_flight_records
 from ..engines.mpi.world import MpiWorld, under_mpiexec
 from ..rendezvous.api import Rendezvous, rendezvous
 from ..rendezvous.hosts import linger
@@ -24,12 +35,26 @@ from ..rendezvous.start_barrier import GroupKind
 from ..stores.base import Timeout, to_seconds
 from ..stores.tcp import TCPStore
 from ..stores.views import PrefixStore
-from ..torch_types import TorchProcessGroup, TorchStore
+from ..torch_types import TorchProcessGroup, TorchStore, TorchWork
 from .backends import BUILTIN_ENGINES
 from .options import GroupOptions
-from .process_group import ProcessGroup
+from .process_group import ProcessGroup, require_no_hints
 
-__all__ = ["full_names", "init_process_group", "monitored_barrier", "new_group", "split_group"]
+__all__ = [
+    "ReconfigureOptions",
+    "dump_flight_recorder",
+    "dump_flight_recorder_on_signal",
+    "full_names",
+    "get_reconfigure_handle",
+    "init_process_group",
+    "monitored_barrier",
+    "new_group",
+    "reconfigure",
+    "rendezvous_reconfigure",
+    "split_group",
+    "supports_reconfigure",
+]
+
 
 _PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
 
@@ -37,6 +62,10 @@ _RECONFIGURABLE_GROUP = GroupKind("reconfigurable", how_to_allow=_PROCESS_GROUP.
 
 HOST_LINGER_S = 2.0
 """Seconds for which the store's host stays after a failure, so that the other ranks can read the reason."""
+
+DEFAULT_WINDOW_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 def init_process_group(
@@ -155,6 +184,35 @@ def _rendezvous_under_mpiexec(
     return Rendezvous(store, rank, size, store.close)
 
 
+def _close(found: Rendezvous, root: PrefixStore) -> None:
+    root.close()
+    found.close()
+
+
+def full_names(backend: str | None) -> str:
+    """Returns torch's names for backends in gradwire's short names: `"cpu:gradwire_shm"` for `"cpu:shm"`."""
+    if backend is None:
+        return "gradwire"
+    parts = []
+    for part in backend.lower().split(","):
+        device, colon, name = part.rpartition(":")
+        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in BUILTIN_ENGINES else name}")
+    return ",".join(parts)
+
+
+def _check_names(backend: str) -> None:
+    """Raises ValueError if torch knows no backend of a name, and finds none by an entry point."""
+    known = {*Backend.backend_list, *(each.name for each in entry_points(group="torch.distributed.backends"))}
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            short = ", ".join(map(repr, sorted(BUILTIN_ENGINES)))
+            raise ValueError(
+                f"there is no backend {name!r}: give {short}, as in 'cpu:shm,cuda:nccl', or a backend that is "
+                "registered with torch, or None for the best for each device"
+            )
+
+
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout | None = None,
@@ -255,34 +313,171 @@ def monitored_barrier(
         dist.monitored_barrier(found, None if timeout is None else _timedelta(timeout), wait_all_ranks)
 
 
-def full_names(backend: str | None) -> str:
-    """Returns torch's names for backends in gradwire's short names: `"cpu:gradwire_shm"` for `"cpu:shm"`."""
-    if backend is None:
-        return "gradwire"
-    parts = []
-    for part in backend.lower().split(","):
-        device, colon, name = part.rpartition(":")
-        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in BUILTIN_ENGINES else name}")
-    return ",".join(parts)
-
-
-def _check_names(backend: str) -> None:
-    """Raises ValueError if torch knows no backend of a name, and finds none by an entry point."""
-    known = {*Backend.backend_list, *(each.name for each in entry_points(group="torch.distributed.backends"))}
-    for part in backend.split(","):
-        name = part.rpartition(":")[2]
-        if name not in known:
-            short = ", ".join(map(repr, sorted(BUILTIN_ENGINES)))
-            raise ValueError(
-                f"there is no backend {name!r}: give {short}, as in 'cpu:shm,cuda:nccl', or a backend that is "
-                "registered with torch, or None for the best for each device"
-            )
-
-
 def _timedelta(timeout: Timeout) -> timedelta:
     return timedelta(seconds=to_seconds(timeout))
 
 
-def _close(found: Rendezvous, root: PrefixStore) -> None:
-    root.close()
-    found.close()
+def dump_flight_recorder(folder: Path | str) -> Path:
+    """Writes the last operations of all of gradwire's groups in this process to a file in `folder`.
+
+    Returns:
+        The file's path.
+    """
+    groups = [group.flight_record() for group in list(known_groups()) if isinstance(group, ProcessGroup)]
+    return write_flight_records(groups, Path(folder))
+
+
+def dump_flight_recorder_on_signal(folder: Path | str, number: int = signal.SIGUSR1) -> None:
+    """Installs a signal handler that calls `dump_flight_recorder(folder)`. Must be called on the main thread.
+
+    The program goes on afterwards, also if that fails, which is logged. The handler runs when the
+    main thread next executes Python code, which gradwire's engines do while they wait.
+    """
+
+    def handle(_: int, __: FrameType | None) -> None:
+        try:
+            dump_flight_recorder(folder)
+        except Exception as error:  # would be raised wherever the main thread is
+            log.warning("cannot write the flight recorder to %s: %s", folder, error)
+
+    signal.signal(number, handle)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconfigureOptions:
+    """Options of `ProcessGroup.reconfigure`, under torch 2.14's names. torch's own are accepted in the same place.
+
+    uuid: a number that all members give, and that no earlier attempt of theirs had.
+    handles: the handles of all members. A list assigns ranks by position. In a set, members keep the order of
+        their last ranks, and newcomers come after them.
+    timeout: of the attempt; the group's timeout if None.
+    hints: must be empty: gradwire's engines have none.
+    """
+
+    uuid: int
+    handles: Collection[str]
+    timeout: timedelta | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+
+def supports_reconfigure(group: TorchProcessGroup | None = None) -> bool:
+    """Returns whether `reconfigure` can form a group anew: on gradwire's engines, except for MPI.
+
+    Args:
+        group: the default group if None.
+    """
+    return bool(getattr(_group(group), "supports_reconfigure", False))
+
+
+def get_reconfigure_handle(group: TorchProcessGroup | None = None) -> str:
+    """Returns the text by which the other members name this process in `reconfigure`.
+
+    It has this process's last rank in the group, so get it again after a group was formed.
+
+    Args:
+        group: the default group if None.
+    """
+    return str(_require(group).get_reconfigure_handle())
+
+
+def rendezvous_reconfigure(
+    group: TorchProcessGroup | None = None,
+    timeout: Timeout | None = None,
+    *,
+    min_size: int | None = None,
+    max_size: int | None = None,
+    window: Timeout = DEFAULT_WINDOW_S,
+) -> tuple[int, list[str]]:
+    """Leaves the group's ranks, and agrees through the group's store with all who call this on the new ones.
+
+    The members are settled as soon as there are `min_size`, and all ranks of the last group have called it whose
+    processes are not known to have died; or nobody else has called it for `window`. Then who comes later waits for
+    the next agreement.
+
+    Args:
+        group: the default group if None.
+        timeout: a timedelta or seconds; the group's timeout if None.
+        min_size: members that the group needs. By default 1; 2 for a process that had no rank in the last group.
+        max_size: members that are enough, whoever is missing. No limit by default.
+        window: a timedelta or seconds.
+
+    Returns:
+        The number and the handles to give to `reconfigure`. Members of the last group keep the order of their
+        ranks; newcomers come after them, in the order in which they have called.
+
+    Raises:
+        ProcessGroupError: not enough members came in time, or the store failed. It may be called again.
+        UnsupportedOperationError: the engine cannot form a group anew.
+        ValueError: `min_size` or `max_size` is less than 1, or `max_size` less than `min_size`.
+    """
+    return _require(group).rendezvous_reconfigure(
+        timeout=timeout, min_size=min_size, max_size=max_size, window=window
+    )
+
+
+def reconfigure(
+    uuid: int | None = None,
+    handles: Collection[str] | None = None,
+    group: TorchProcessGroup | None = None,
+    timeout: Timeout | None = None,
+    hints: Mapping[str, str] | None = None,
+    *,
+    min_size: int | None = None,
+    max_size: int | None = None,
+    window: Timeout = DEFAULT_WINDOW_S,
+) -> TorchWork:
+    """Forms a group anew in the processes that call this together: after a rank died, or to let newcomers in.
+
+    The group object stays the same, with new ranks. Operations of the old ranks that are in flight end first: with
+    RankLostError after a death, else with GroupAbortedError here and RankLostError on ranks that still wait for
+    this one. Newcomers are processes whose group was made with `enable_reconfigure`.
+
+    With `uuid` and `handles` it means what torch 2.14's function does. Without them the members agree by
+    `rendezvous_reconfigure`.
+
+    Args:
+        uuid: a number that all members give, and that no earlier attempt of theirs had.
+        handles: the handles of all members. A list assigns ranks by position. In a set, members keep the order of
+            their last ranks, and newcomers come after them.
+        group: the default group if None.
+        timeout: a timedelta or seconds for each of the two steps; the group's timeout if None.
+        hints: must be empty.
+        min_size: see rendezvous_reconfigure.
+        max_size: see rendezvous_reconfigure.
+        window: see rendezvous_reconfigure.
+
+    Returns:
+        A Work that is completed: errors are raised here.
+
+    Raises:
+        ProcessGroupError: the group did not form in time, or `uuid` was already used. It may be called again, on
+            all members.
+        UnsupportedOperationError: the engine cannot form a group anew.
+        ValueError: only one of `uuid` and `handles` is given, or an argument is not valid.
+    """
+    found = _require(group)
+    if (uuid is None) != (handles is None):
+        raise ValueError("only one of uuid and handles is given: give both, or neither to agree through the store")
+    if uuid is None or handles is None:
+        require_no_hints(hints or {})
+        number, agreed = found.rendezvous_reconfigure(
+            timeout=timeout, min_size=min_size, max_size=max_size, window=window
+        )
+        return found.form_anew(f"round/{number}", agreed, timeout)
+    seconds = None if timeout is None else timedelta(seconds=to_seconds(timeout))
+    return found.reconfigure(ReconfigureOptions(uuid=uuid, handles=handles, timeout=seconds, hints=hints or {}))
+
+
+def _group(group: TorchProcessGroup | None) -> Any:
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("there is no default group: call init_process_group first")
+    return found
+
+
+def _require(group: TorchProcessGroup | None) -> ProcessGroup:
+    found = _group(group)
+    if not isinstance(found, ProcessGroup):
+        raise ValueError(f"{found!r} is not a gradwire group: only those can be formed anew here")
+    return found

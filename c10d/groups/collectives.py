@@ -2,41 +2,32 @@
 
 torch has several names for one operation: those of different releases (`_allgather_base` became
 `all_gather_single`), and variants for lists, for single tensors and for several operations at once. Each method
-here checks its arguments and makes a CollectiveCall; a subclass carries it out.
+here checks its arguments, on the rank that gives them, and makes a CollectiveCall; a subclass carries it out.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ..engines.base import Engine
 from ..engines.collective_call import ANY_RANK, CallOptions, CollectiveCall, Step, call_options
 from ..engines.reductions import Reduction
 from ..engines.staging import Staging, span_of
 from ..torch_types import TorchProcessGroup
-from .checks import (
-    check_coalesced,
-    check_equal_sizes,
-    check_parts,
-    check_rank,
-    check_reduction,
-    check_same_size,
-    check_tag,
-    check_tensors,
-    check_whole,
-    single_item,
-)
-from .sparse import SparseSum
 from .work import GroupWork
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "check_parts", "check_reduction"]
+
 
 Tensors = Sequence[Tensor]
+
 Time = timedelta | None
+
 Result = GroupWork | None
 
 _NO_OPTIONS = CallOptions()
@@ -57,9 +48,9 @@ class Collectives(TorchProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies the root's tensor to every rank."""
-        tensor = single_item("broadcast", tensors)
+        tensor = _single_item("broadcast", tensors)
         root = self._root("broadcast", opts)
-        check_tensors("broadcast", [tensor])
+        _check_tensors("broadcast", [tensor])
         staging = Staging()
         step = Step("broadcast", staging.output(tensor), root)
         options, both = call_options(opts, timeout), [tensor]
@@ -67,7 +58,7 @@ class Collectives(TorchProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Reduces the tensors of all ranks into every rank's. Sparse COO tensors can be summed and averaged."""
-        tensor = single_item("all_reduce", tensors)
+        tensor = _single_item("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts, timeout)
         return self._all_reduce("all_reduce", [tensor], opts, timeout)
@@ -76,7 +67,7 @@ class Collectives(TorchProcessGroup):
         reduction = _reduction(opts)
         if reduction.name not in {"sum", "avg"}:
             raise ValueError(f"all_reduce of a sparse tensor cannot use {reduction.name}, only sum and avg")
-        step = SparseSum(tensor, average=reduction.name == "avg")
+        step = _SparseSum(tensor, average=reduction.name == "avg")
         options, both = call_options(opts, timeout), [tensor]
         return self.start(
             CollectiveCall("all_reduce", [step], Staging(), both, both, options, reduction=reduction)
@@ -88,7 +79,7 @@ class Collectives(TorchProcessGroup):
 
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any, timeout: Time) -> Result:
         reduction = _reduction(opts)
-        check_tensors(name, tensors)
+        _check_tensors(name, tensors)
         check_reduction(name, reduction, tensors)
         staging = Staging()
         steps = [Step("all_reduce", alias, reduction) for alias in staging.outputs(tensors)]
@@ -97,10 +88,10 @@ class Collectives(TorchProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Time = None) -> Result:
         """Reduces the tensors of all ranks into the root's; the other ranks' tensors may change or not."""
-        tensor = single_item("reduce", tensors)
+        tensor = _single_item("reduce", tensors)
         root = self._root("reduce", opts)
         reduction = _reduction(opts if op is None else op)
-        check_tensors("reduce", [tensor])
+        _check_tensors("reduce", [tensor])
         check_reduction("reduce", reduction, [tensor])
         staging = Staging()
         step = Step("reduce", staging.output(tensor), root, reduction)
@@ -112,9 +103,9 @@ class Collectives(TorchProcessGroup):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies rank r's tensor into the r-th output of every rank; sizes may differ between ranks."""
         outputs = (
-            output_tensors if isinstance(input_tensors, Tensor) else single_item("all_gather", output_tensors)
+            output_tensors if isinstance(input_tensors, Tensor) else _single_item("all_gather", output_tensors)
         )
-        inputs = [single_item("all_gather", input_tensors)]
+        inputs = [_single_item("all_gather", input_tensors)]
         return self._all_gather("all_gather", [outputs], inputs, opts, timeout)
 
     def allgather_coalesced(
@@ -122,7 +113,7 @@ class Collectives(TorchProcessGroup):
     ) -> Result:
         """Runs several all_gather as one operation: `output_lists[r][i]` becomes rank r's `input_list[i]`."""
         for outputs in output_lists:
-            check_coalesced("all_gather_coalesced", outputs, input_list)
+            _check_coalesced("all_gather_coalesced", outputs, input_list)
         check_parts("all_gather_coalesced", "lists of outputs", output_lists, self.size())
         by_input = [[outputs[i] for outputs in output_lists] for i in range(len(input_list))]
         return self._all_gather("all_gather_coalesced", by_input, input_list, opts, None)
@@ -131,10 +122,10 @@ class Collectives(TorchProcessGroup):
         self, name: str, lists: Sequence[Tensors], tensors: Tensors, opts: Any, timeout: Time
     ) -> Result:
         flat = [output for outputs in lists for output in outputs]
-        check_tensors(name, [*tensors, *flat])
+        _check_tensors(name, [*tensors, *flat])
         for outputs, tensor in zip(lists, tensors, strict=True):
             check_parts(name, "outputs", outputs, self.size())
-            check_same_size(name, outputs[self.rank()], tensor)
+            _check_same_size(name, outputs[self.rank()], tensor)
         staging = Staging()
         aliases = [staging.outputs(outputs) for outputs in lists]
         own = self.rank()
@@ -155,10 +146,10 @@ class Collectives(TorchProcessGroup):
         return self._all_gather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
-        check_tensors(name, [*inputs, *outputs])
-        check_coalesced(name, outputs, inputs)
+        _check_tensors(name, [*inputs, *outputs])
+        _check_coalesced(name, outputs, inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_whole(name, "output", output, "input", tensor, self.size())
+            _check_whole(name, "output", output, "input", tensor, self.size())
         staging, own, parts = Staging(), self.rank(), self.size()
         steps = [
             Step("all_gather_single", output, staging.input(tensor, span_of(output, own, parts)))
@@ -168,11 +159,11 @@ class Collectives(TorchProcessGroup):
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies rank r's tensor into the r-th output of the root; all have one size."""
-        tensor = single_item("gather", input_tensors)
+        tensor = _single_item("gather", input_tensors)
         root = self._root("gather", opts)
         outputs = self._root_list("gather", "outputs", output_tensors, root, isinstance(input_tensors, Tensor))
-        check_tensors("gather", [tensor, *outputs])
-        check_equal_sizes("gather", "outputs", outputs, tensor)
+        _check_tensors("gather", [tensor, *outputs])
+        _check_equal_sizes("gather", "outputs", outputs, tensor)
         staging = Staging()
         aliases = staging.outputs(outputs)
         source = staging.input(tensor, span_of(aliases[root]) if aliases else None)
@@ -186,11 +177,11 @@ class Collectives(TorchProcessGroup):
         """Concatenates the tensors of all ranks, of one size, into `output` on the root."""
         name = "gather_single"
         root = self._root(name, opts)
-        check_tensors(name, [input, output])
+        _check_tensors(name, [input, output])
         staging = Staging()
         parts: list[Tensor] = []
         if self.rank() == root:
-            check_whole(name, "output", output, "input", input, self.size())
+            _check_whole(name, "output", output, "input", input, self.size())
             parts = list(staging.output(output).view(self.size(), *input.shape).unbind())
         source = staging.input(input, span_of(parts[root]) if parts else None)
         step = Step("gather", parts, source, root)
@@ -201,11 +192,11 @@ class Collectives(TorchProcessGroup):
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies the root's r-th input into rank r's tensor; all have one size."""
-        tensor = single_item("scatter", output_tensors)
+        tensor = _single_item("scatter", output_tensors)
         root = self._root("scatter", opts)
         inputs = self._root_list("scatter", "inputs", input_tensors, root, isinstance(output_tensors, Tensor))
-        check_tensors("scatter", [tensor, *inputs])
-        check_equal_sizes("scatter", "inputs", inputs, tensor)
+        _check_tensors("scatter", [tensor, *inputs])
+        _check_equal_sizes("scatter", "inputs", inputs, tensor)
         staging = Staging()
         alias = staging.output(tensor)
         step = Step("scatter", alias, staging.inputs(inputs, root, span_of(alias)), root)
@@ -217,12 +208,12 @@ class Collectives(TorchProcessGroup):
     ) -> Result:
         """Reduces the r-th inputs of all ranks into rank r's tensor."""
         name = "reduce_scatter"
-        tensor = single_item(name, output_tensors)
-        inputs = input_tensors if isinstance(output_tensors, Tensor) else single_item(name, input_tensors)
+        tensor = _single_item(name, output_tensors)
+        inputs = input_tensors if isinstance(output_tensors, Tensor) else _single_item(name, input_tensors)
         reduction = _reduction(opts)
         check_parts(name, "inputs", inputs, self.size())
-        check_tensors(name, [tensor, *inputs])
-        check_same_size(name, tensor, inputs[self.rank()])
+        _check_tensors(name, [tensor, *inputs])
+        _check_same_size(name, tensor, inputs[self.rank()])
         check_reduction(name, reduction, [tensor])
         staging = Staging()
         alias = staging.output(tensor)
@@ -240,11 +231,11 @@ class Collectives(TorchProcessGroup):
 
     def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
         reduction = _reduction(opts)
-        check_tensors(name, [*inputs, *outputs])
-        check_coalesced(name, outputs, inputs)
+        _check_tensors(name, [*inputs, *outputs])
+        _check_coalesced(name, outputs, inputs)
         check_reduction(name, reduction, outputs)
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_whole(name, "input", tensor, "output", output, self.size())
+            _check_whole(name, "input", tensor, "output", output, self.size())
         staging, own_part = Staging(), (self.rank(), self.size())
         steps = [
             Step("reduce_scatter_single", alias, staging.input(whole, own_part=own_part), reduction)
@@ -258,8 +249,8 @@ class Collectives(TorchProcessGroup):
         name = "all_to_all"
         check_parts(name, "outputs", outputs, self.size())
         check_parts(name, "inputs", inputs, self.size())
-        check_tensors(name, [*inputs, *outputs])
-        check_same_size(name, outputs[self.rank()], inputs[self.rank()])
+        _check_tensors(name, [*inputs, *outputs])
+        _check_same_size(name, outputs[self.rank()], inputs[self.rank()])
         staging = Staging()
         own, aliases = self.rank(), staging.outputs(outputs)
         step = Step("all_to_all", aliases, staging.inputs(inputs, own, span_of(aliases[own])))
@@ -276,16 +267,16 @@ class Collectives(TorchProcessGroup):
     ) -> Result:
         """Runs an all_to_all of parts of two tensors along their first dimension; of equal parts without sizes."""
         name = "all_to_all_single"
-        check_tensors(name, [input, output])
+        _check_tensors(name, [input, output])
         staging = Staging()
         alias, source = staging.output(output), staging.input(input)
         if output_split_sizes or input_split_sizes:
             aliases = _split(name, "output", alias, output_split_sizes, self.size())
             sources = _split(name, "input", source, input_split_sizes, self.size())
-            check_same_size(name, aliases[self.rank()], sources[self.rank()])
+            _check_same_size(name, aliases[self.rank()], sources[self.rank()])
             step = Step("all_to_all", aliases, sources)
         else:
-            check_same_size(name, output, input)
+            _check_same_size(name, output, input)
             _split(name, "output", alias, (), self.size())
             step = Step("all_to_all_single", alias, source)
         return self.start(CollectiveCall(name, [step], staging, [input], [output], call_options(opts, timeout)))
@@ -300,10 +291,10 @@ class Collectives(TorchProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Result:
         """Sends a tensor to rank `dst`, which receives it with the same tag."""
-        tensor = single_item("send", tensors)
-        check_tensors("send", [tensor])
-        check_rank("send", "dst", dst, self.size())
-        check_tag("send", tag)
+        tensor = _single_item("send", tensors)
+        _check_tensors("send", [tensor])
+        _check_rank("send", "dst", dst, self.size())
+        _check_tag("send", tag)
         staging = Staging()
         step = Step("send", staging.input(tensor), dst, tag)
         inputs = [tensor]
@@ -313,7 +304,7 @@ class Collectives(TorchProcessGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Result:
         """Receives what rank `src` sends with this tag."""
-        check_rank("recv", "src", src, self.size())
+        _check_rank("recv", "src", src, self.size())
         return self._recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Result:
@@ -321,9 +312,9 @@ class Collectives(TorchProcessGroup):
         return self._recv(tensors, None, tag)
 
     def _recv(self, tensors: Tensors, src: int | None, tag: int) -> Result:
-        tensor = single_item("recv", tensors)
-        check_tensors("recv", [tensor])
-        check_tag("recv", tag)
+        tensor = _single_item("recv", tensors)
+        _check_tensors("recv", [tensor])
+        _check_tag("recv", tag)
         staging = Staging()
         step = Step("recv", staging.output(tensor), src, tag)
         peer = ANY_RANK if src is None else src
@@ -338,7 +329,7 @@ class Collectives(TorchProcessGroup):
 
     def _root(self, name: str, opts: Any) -> int:
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        check_rank(name, "root", root, self.size())
+        _check_rank(name, "root", root, self.size())
         return root
 
     def _root_list(self, name: str, what: str, lists: Any, root: int, is_flat: bool) -> list[Tensor]:
@@ -373,3 +364,133 @@ def _split(name: str, what: str, tensor: Tensor, sizes: Sequence[int], ranks: in
             f"{rows} rows of the {what}"
         )
     return list(tensor.split(list(sizes)))  # type: ignore[no-untyped-call]
+
+
+@final
+class _SparseSum:
+    """A step (see collective_call.Step) that reduces a sparse COO tensor over all ranks, in place.
+
+    Every rank gathers the indices and values of all ranks and adds the values of each index in the order of the
+    ranks, so that all ranks get the same bits.
+
+    Args:
+        tensor: this rank's sparse COO tensor, of the same shape on all ranks. The number of entries may differ.
+        average: divide the sum by the number of ranks.
+    """
+
+    operation = "all_reduce"
+
+    def __init__(self, tensor: Tensor, *, average: bool) -> None:
+        self._tensor = tensor
+        self._average = average
+
+    def __call__(self, engine: Engine, timeout_s: float) -> None:
+        """Runs the step and waits until it is done. Each of its gathers may take `timeout_s` seconds."""
+        own = self._tensor.coalesce()
+        indices, values = own.indices(), own.values()
+        count = torch.tensor([own._nnz()], device=values.device)
+        counts = [int(each) for each in _gather(engine, [1] * engine.size, count, timeout_s)]
+        all_indices = _gather(engine, [n * len(indices) for n in counts], indices, timeout_s)
+        width = values.shape[1:].numel()
+        all_values = _gather(engine, [n * width for n in counts], values, timeout_s)
+        total = torch.sparse_coo_tensor(
+            torch.cat([part.view(len(indices), n) for n, part in zip(counts, all_indices, strict=True)], 1),
+            torch.cat([part.view(n, *values.shape[1:]) for n, part in zip(counts, all_values, strict=True)]),
+            own.shape,
+        ).coalesce()
+        self._tensor.copy_(total / engine.size if self._average else total)
+
+
+def _gather(engine: Engine, sizes: list[int], tensor: Tensor, timeout_s: float) -> list[Tensor]:
+    """Returns the flattened tensors of all ranks, which have these numbers of elements."""
+    outputs = [tensor.new_empty(size) for size in sizes]
+    pending = engine.all_gather(outputs, tensor.contiguous().view(-1), timeout_s)
+    if pending is not None:
+        pending.wait(None)
+    return outputs
+
+
+def _single_item(name: str, tensors: Any) -> Any:
+    """Returns the only item of a list, in which torch passes the tensor (or list of tensors) of a rank."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{name} takes one tensor of each rank, not {len(tensors)}")
+    return tensors[0]
+
+
+def _check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
+    """Checks that there are tensors, and that they are dense, of one dtype and on one device."""
+    if not tensors:
+        raise ValueError(f"{name} needs at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} takes tensors, not a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} takes dense tensors, not {tensor.layout}: call to_dense() first")
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name} takes tensors of one dtype on one device, but got {first.dtype} on {first.device} and "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+
+
+def check_reduction(name: str, reduction: Reduction, tensors: Sequence[Tensor]) -> None:
+    """Checks that the reduction supports the dtype of the tensors."""
+    reason = reduction.unsupported_reason(tensors[0].dtype)
+    if reason:
+        raise ValueError(f"{name} cannot use {reduction.name} on {tensors[0].dtype}: {reason}")
+
+
+def _check_rank(name: str, what: str, rank: object, size: int) -> None:
+    """Checks that `rank`, the argument called `what`, is a rank of a group of `size` ranks."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        raise ValueError(f"{name}: {what} is {rank!r}, but the group has the ranks 0 to {size - 1}")
+
+
+def _check_tag(name: str, tag: int) -> None:
+    """Checks the tag of a message."""
+    if tag < 0:
+        raise ValueError(f"{name}: the tag is {tag}: give 0 or more")
+
+
+def check_parts(name: str, what: str, parts: Sequence[Any], size: int) -> None:
+    """Checks that there is one part for each of `size` ranks."""
+    if len(parts) != size:
+        raise ValueError(f"{name} takes one of its {what} for each of the {size} ranks, but got {len(parts)}")
+
+
+def _check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
+    """Checks that the output for a rank's own input has as many elements as that input."""
+    if output.numel() != tensor.numel():
+        raise ValueError(
+            f"{name}: the output for this rank's own input has {output.numel()} elements, the input "
+            f"{tensor.numel()}"
+        )
+
+
+def _check_equal_sizes(name: str, what: str, parts: Sequence[Tensor], tensor: Tensor) -> None:
+    """Checks that the root's parts, one for each rank, have as many elements as its own tensor."""
+    for rank, part in enumerate(parts):
+        if part.numel() != tensor.numel():
+            raise ValueError(
+                f"{name} takes {what} of one size, but that of rank {rank} has {part.numel()} elements and the "
+                f"root's own {tensor.numel()}: use all_to_all for tensors of different sizes"
+            )
+
+
+def _check_coalesced(name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Checks that there is one output for each input."""
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{name} takes one output for each of the {len(inputs)} inputs, but got {len(outputs)}")
+
+
+def _check_whole(name: str, big: str, whole: Tensor, small: str, part: Tensor, size: int) -> None:
+    """Checks that the tensor called `big` has `size` times as many elements as the one called `small`."""
+    if whole.numel() != part.numel() * size:
+        raise ValueError(
+            f"{name}: the {big} must have {size} times the elements of the {small}, but they have "
+            f"{whole.numel()} and {part.numel()}"
+        )

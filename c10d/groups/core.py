@@ -36,18 +36,17 @@ from ...errors import (
 from ...net.addresses import allows_insecure
 from ...net.event_loop import acquire_event_loop
 from ...torch_internals import profiler_enabled
-from ..debug.consistency import ConsistencyCheck
 from ..debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
-from ..engines.base import Engine
+from ..debug.rank_checks import ConsistencyCheck
+from ..engines.base import DIED, Engine
 from ..engines.collective_call import ANY_RANK, CollectiveCall
 from ..engines.pending import CombinedOperation, CompletedOperation, OperationWithFinalStep, PendingOperation
 from ..engines.serial_queue import SerialQueue
-from ..failure.detector import FailureDetector
-from ..failure.messages import DIED, DROPPED, LEFT
 from ..stores.views import PrefixStore, is_insecure_store, store_credentials, wait_for_keys
 from ..torch_types import TorchStore
+from .failure_detector import DROPPED, LEFT, FailureDetector
 from .options import GroupOptions
-from .profile_events import OperationEvent
+from .work import OperationEvent
 
 __all__ = ["GroupCore", "Place"]
 

@@ -19,7 +19,7 @@ from ..engines.nccl.plans import GpuRank, Plan
 from ..engines.reductions import Reduction
 from ..engines.staging import Staging
 from ..torch_types import TorchWork
-from .checks import check_parts, check_reduction
+from .collectives import check_parts, check_reduction
 from .process_group import ProcessGroup
 
 __all__ = [

@@ -9,6 +9,11 @@ when it splits groups, connects devices early, or chooses the device for objects
 
 A group that nobody has shut down ends after its last reference is gone. A group that is formed anew gets other
 ranks, and another GroupCore, but stays the same object.
+
+From torch 2.14 on a Backend may be a Python class, and torch.distributed passes the Backend of a group to C++,
+which accepts nothing else. Of a Work that such a Backend returns, C++ passes on only `wait` and `get_future`, not
+`is_completed`, `result` or `source_rank`. So a group stays a ProcessGroup, whose Works are returned unchanged;
+only operations that C++ starts, such as those of `torch.ops.c10d`, go through its GroupBackend.
 """
 
 import weakref
@@ -21,21 +26,105 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend
 
-from ...torch_internals import HAS_PYTHON_BACKENDS, BackendConfig, set_group_ranks
-from ..debug.store_barrier import StoreBarrier
+from ...errors import GroupAbortedError
+from ...torch_internals import HAS_PYTHON_BACKENDS, BackendConfig, TorchBackend, set_group_ranks
+from ..debug.rank_checks import StoreBarrier
 from ..engines.base import Engine
 from ..engines.collective_call import CollectiveCall
-from ..reconfigure.handles import GroupHandle
 from ..stores.base import Timeout, to_seconds
-from ..torch_types import TorchStore
+from ..torch_types import TorchProcessGroup, TorchStore
 from .collectives import Collectives
 from .core import GroupCore
-from .member import GroupMember
+from .member import GroupHandle, GroupMember
 from .options import GroupOptions
-from .torch_backend import GroupBackend
 from .work import GroupWork
 
-__all__ = ["ProcessGroup", "require_no_hints"]
+__all__ = ["OPERATIONS", "GroupBackend", "ProcessGroup", "require_no_hints"]
+
+
+OPERATIONS = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_single",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+"""The operations that a torch Backend and a ProcessGroup have under the same name."""
+
+_OTHER_METHODS = (
+    "abort",
+    "eager_connect_single_device",
+    "getBackendName",
+    "get_reconfigure_handle",
+    "perform_nocolor_split",
+    "rank",
+    "reconfigure",
+    "set_timeout",
+    "shutdown",
+    "size",
+)
+
+_true = property(lambda _: True)
+
+_false = property(lambda _: False)
+
+
+@final
+class GroupBackend(TorchBackend):
+    """Forwards everything to a group. The group refers to its Backend, which refers back weakly."""
+
+    def __init__(self, group: TorchProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = weakref.ref(group)
+
+    # All must be defined: torch's lookup of one that a Python class lacks recurses until the stack overflows.
+    supports_splitting = _true
+    supports_coalescing = _false
+    supports_shrinking = _false
+    supports_time_estimate = _false
+    _supports_time_estimate = _false
+    supports_window = _false
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can be formed anew."""
+        return bool(self._require_group().supports_reconfigure)
+
+    @property
+    def options(self) -> TorchBackend.Options:
+        """The name of the backend, and the default timeout of operations."""
+        group = self._require_group()
+        return TorchBackend.Options(group.getBackendName(), group.timeout)
+
+    def _require_group(self) -> Any:
+        group = self._group()
+        if group is None:
+            raise GroupAbortedError("the process group of this backend no longer exists")
+        return group
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: GroupBackend, *args: Any) -> Any:
+        return getattr(self._require_group(), name)(*args)
+
+    method.__name__ = name
+    method.__doc__ = f"Calls the group's `{name}`."
+    return method
 
 
 @final
@@ -317,3 +406,7 @@ def require_no_hints(hints: Mapping[str, str]) -> None:
     """Raises ValueError if there are hints. Called first, so that a refused call does not end the group."""
     if hints:
         raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
+
+
+for _name in (*OPERATIONS, *_OTHER_METHODS):
+    setattr(GroupBackend, _name, _forward(_name))

@@ -8,9 +8,8 @@ import gradwire
 import pytest
 import torch
 from gradwire.__main__ import describe, main
-from gradwire.c10d.engines import availability
-from gradwire.c10d.engines.availability import why_unavailable
-from gradwire.c10d.groups.backends import BUILTIN_ENGINES
+from gradwire.c10d.groups import backends
+from gradwire.c10d.groups.backends import BUILTIN_ENGINES, why_unavailable
 from gradwire.errors import ProcessGroupError
 
 
@@ -28,7 +27,7 @@ def test_an_engine_that_cannot_run_here_says_why(monkeypatch):
     def fail() -> None:
         raise ProcessGroupError("it needs\n  a library: " + "x" * 1000)
 
-    monkeypatch.setattr(availability, "_check_mpi", fail)
+    monkeypatch.setattr(backends, "_check_mpi", fail)
     assert why_unavailable("mpi").startswith("it needs a library: x")
     (line,) = re.findall("^  mpi .*$", describe(), re.M)
     assert "not available: it needs a library:" in line

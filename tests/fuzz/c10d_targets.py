@@ -14,8 +14,8 @@ from unittest import mock
 from google.protobuf.message import DecodeError
 from gradwire.c10d import StoreLimits
 from gradwire.c10d.engines.mpi import pmi
-from gradwire.c10d.failure import detector as failure_detector
-from gradwire.c10d.failure.messages import parse_message
+from gradwire.c10d.groups import failure_detector
+from gradwire.c10d.groups.failure_detector import parse_message
 from gradwire.c10d.rendezvous.start_barrier import Outcome as RoundOutcome
 from gradwire.c10d.rendezvous.start_barrier import Registration
 from gradwire.c10d.stores.limits import parse_operation

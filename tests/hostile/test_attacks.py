@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from gradwire.c10d import FileStore, TCPStore
 from gradwire.c10d.engines.mpi.pmi import PmiServer
-from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.groups.failure_detector import FailureDetector
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.net.user_sockets import SocketDirectory, store_socket_name
 from gradwire.rpc.agent.grpc_agent import GrpcAgent

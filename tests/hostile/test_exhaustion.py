@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from gradwire import rpc
 from gradwire.c10d import Credentials
-from gradwire.c10d.failure import detector as failure_detector
-from gradwire.c10d.failure.messages import DIED
+from gradwire.c10d.engines.base import DIED
+from gradwire.c10d.groups import failure_detector
 
-from tests.c10d.failure.test_failure_detector import next_notice, start_detector
+from tests.c10d.groups.test_failure_detector import next_notice, start_detector
 from tests.certificates import TOKEN
 from tests.hostile.listeners import find_listeners
 from tests.remote_functions import add

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
 from gradwire.c10d import Credentials
-from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.groups.failure_detector import FailureDetector
 from gradwire.net.user_sockets import store_socket_name
 from gradwire.rpc.contracts.agent import current_agent
 

@@ -44,12 +44,10 @@ PACKAGE_ARROWS = {
 }
 C10D_ARROWS = {
     "stores": set(),
-    "reconfigure": {"stores"},
     "rendezvous": {"stores"},
-    "failure": {"rendezvous", "stores"},
-    "engines": {"failure", "rendezvous", "stores"},
+    "engines": {"rendezvous", "stores"},
     "debug": {"engines", "stores"},
-    "groups": {"debug", "engines", "failure", "reconfigure", "rendezvous", "stores"},
+    "groups": {"debug", "engines", "rendezvous", "stores"},
 }
 """The folders of c10d. Its loose files are its face, and torch's types."""
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 from gradwire.c10d import Credentials, HashStore, StoreLimits, TCPStore, dump_flight_recorder
 from gradwire.c10d.engines.mpi import pmi
-from gradwire.c10d.failure import detector as failure_detector
-from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.groups import failure_detector
+from gradwire.c10d.groups.failure_detector import FailureDetector
 from gradwire.c10d.rendezvous.start_barrier import Registration
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import StoreError

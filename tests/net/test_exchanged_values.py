@@ -4,7 +4,7 @@ import json
 
 import pytest
 from gradwire.c10d.engines.mpi import world
-from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.groups import failure_detector
 from gradwire.c10d.rendezvous.start_barrier import Outcome, Registration
 from gradwire.errors import ProcessGroupError, RendezvousError
 from gradwire.net.exchanged_values import MAX_JSON_BYTES, parse_dict, parse_list

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ProcessGroupError, RankLostError, UnsupportedOperationError
-from ...failure.messages import DIED
-from ..base import Setup
+from ..base import DIED, Setup
 from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..memory import join_bytes, split_bytes
 from ..pending import CombinedOperation, PendingOperation

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d.debug.report import read_files, report
+from gradwire.c10d.debug.flight_recorder import read_files, report
 from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
 from gradwire.view.snapshot import process_groups
 
@@ -181,7 +181,7 @@ def test_the_report_says_which_rank_is_stuck_where(python, workers, group, tmp_p
     assert re.search(r"rank 1: went on after collective 1, all_reduce", text)
     assert re.search(r"and in recv rank 0 of 0 bytes at .*test_debug.py:\d+, since", text)
     assert re.search(r"rank 1 has not called collective 2; others have called all_reduce at .*test_debug", text)
-    done = python.run("-m", "gradwire.c10d.debug.report", paths[0], paths[1])
+    done = python.run("-m", "gradwire", "flight", paths[0], paths[1])
     assert done.returncode == 0, done.stderr
     assert "no file of rank 2: it may have died" in done.stdout
 

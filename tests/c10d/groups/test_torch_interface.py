@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradwire.c10d.groups.backends import register_backends
 from gradwire.c10d.groups.collectives import Collectives
-from gradwire.c10d.groups.torch_backend import OPERATIONS
+from gradwire.c10d.groups.process_group import OPERATIONS
 from gradwire.errors import UnsupportedOperationError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend, backend_names
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import FileStore, TCPStore
 from gradwire.c10d.engines.base import Setup
-from gradwire.c10d.failure import detector as failure_detector
+from gradwire.c10d.groups import failure_detector
 from gradwire.c10d.rendezvous.hosts import insecure_problem
 from gradwire.errors import ProcessGroupError, RankLostError, StoreError
 from gradwire.net import interfaces

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed
 from gradwire import rpc
 from gradwire.c10d import Credentials, TCPStore
-from gradwire.c10d.failure.detector import FailureDetector
+from gradwire.c10d.groups.failure_detector import FailureDetector
 from gradwire.c10d.stores.views import is_insecure_store
 from gradwire.errors import RendezvousError, StoreError
 from gradwire.rpc.contracts.agent import current_agent

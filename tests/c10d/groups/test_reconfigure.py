@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import GroupOptions, HashStore, TCPStore
-from gradwire.c10d.reconfigure.handles import GroupHandle
-from gradwire.c10d.reconfigure.round import Arrival, ReconfigureRound
+from gradwire.c10d.groups.member import Arrival, GroupHandle, ReconfigureRound
 from gradwire.errors import GroupAbortedError, ProcessGroupError, RankLostError, UnsupportedOperationError
 from gradwire.view.snapshot import process_groups
 

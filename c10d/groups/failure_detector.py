@@ -31,7 +31,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from ...errors import ProcessGroupError
 from ...net.event_loop import acquire_event_loop
@@ -40,11 +40,12 @@ from ...net.host_identity import HostIdentity, can_share_loopback
 from ...net.inheritance import at_fork
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
 from ...net.socket_peers import address_of_peer, half_of_descriptors, is_of_same_user, round_trip_s
+from ..engines.base import DIED
 from ..rendezvous.hosts import gather_consenting_hosts, listen
 from ..torch_types import TorchStore
-from .messages import DIED, LEFT, Message, parse_message
 
-__all__ = ["FailureDetector"]
+__all__ = ["DROPPED", "LEFT", "FailureDetector", "Message", "parse_message"]
+
 
 KEEPALIVE_INTERVAL_S = 5
 """Seconds between the kernel's keepalive probes. An unreachable host counts as dead after four intervals."""
@@ -68,6 +69,9 @@ ACCEPTED_AT_ONCE = 16
 
 MAX_LINE_BYTES = 1024
 
+MAX_REASON_BYTES = 512
+"""Bytes of the text that says why a rank has left or failed; longer texts are cut."""
+
 ABSTRACT = "@"
 """What the address of a unix socket in the abstract namespace begins with, in front of its name."""
 
@@ -76,7 +80,33 @@ OTHER_USER = "its process is of another user"
 LISTENER = "failure_detector"
 """What the audit log calls it."""
 
+LEFT = "left the group"
+
+DROPPED = "dropped the group: nothing in its program refers to it any more"
+"""How a rank has left, unless it says more."""
+
 Callback = Callable[[int, str], None]
+
+
+class Message(NamedTuple):
+    """What one rank tells another: that a rank is `"lost"`, has `"left"`, or has `"failed"`, and why."""
+
+    keyword: str
+    rank: int
+    reason: str
+
+    def to_line(self) -> bytes:
+        """Returns the line that is sent."""
+        reason = " ".join(self.reason.split()).encode()[:MAX_REASON_BYTES]
+        return f"{self.keyword} {self.rank} ".encode() + reason + b"\n"
+
+
+def parse_message(line: bytes, size: int) -> Message:
+    """Reads a line of a rank of a group of `size` ranks; raises ValueError for a line that is no message."""
+    keyword, rank, *reason = line.decode(errors="replace").split(maxsplit=2)
+    if keyword not in {"lost", "left", "failed"} or not 0 <= int(rank) < size:
+        raise ValueError(f"{printable(keyword)} of rank {int(rank)} of {size} is no message")
+    return Message(keyword, int(rank), printable(reason[0].strip() if reason else LEFT, MAX_REASON_BYTES))
 
 
 @final

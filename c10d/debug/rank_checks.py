@@ -1,8 +1,8 @@
-"""Checks that all ranks of a group call the same collective, before it starts.
+"""What the ranks of a group find out through its store: whether all call the same, and which ones are absent.
 
-Each rank writes its call to the group's store and reads the calls of the others. That takes two round trips to the
-store for each collective, so the check is for debugging: TORCH_DISTRIBUTED_DEBUG=DETAIL or the group's options
-enable it.
+ConsistencyCheck compares the calls of a collective before it starts. Each rank writes its call to the group's
+store and reads the calls of the others. That takes two round trips to the store for each collective, so it is for
+debugging: TORCH_DISTRIBUTED_DEBUG=DETAIL or the group's options enable it.
 """
 
 import json
@@ -16,7 +16,8 @@ from ..engines.collective_call import CollectiveCall
 from ..torch_types import TorchStore
 from .call_site import find_call_site
 
-__all__ = ["ConsistencyCheck", "format_ranks"]
+__all__ = ["ConsistencyCheck", "StoreBarrier"]
+
 
 MAX_CALL_CHARACTERS = 2000
 """Characters of the call of another rank that are shown."""
@@ -76,7 +77,7 @@ class ConsistencyCheck:
         self._store.set(self._key(self._rank), json.dumps(own_call))
         if not wait_for_all_ranks(self._store, [self._key(rank) for rank in range(self._size)], timeout_s):
             missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
-            ranks = format_ranks([self._global_ranks[rank] for rank in missing])
+            ranks = _format_ranks([self._global_ranks[rank] for rank in missing])
             operation = f"{call.name} (collective {self._number} of the group)"
             raise CollectiveTimeoutError(operation, timeout_s, f"{ranks} to call it")
         calls = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
@@ -113,12 +114,12 @@ def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequenc
     same = [rank for rank, text in enumerate(texts) if text == common]
     odd = [rank for rank, text in enumerate(texts) if text != common]
     lines = [f"ranks do not agree on collective {number} of the group:"]
-    lines.append(f"  {format_ranks([global_ranks[rank] for rank in same])}: {_format_call(calls[same[0]])}")
+    lines.append(f"  {_format_ranks([global_ranks[rank] for rank in same])}: {_format_call(calls[same[0]])}")
     lines += [f"  rank {global_ranks[rank]}: {_format_call(calls[rank])}" for rank in odd]
     raise CollectiveMismatchError([global_ranks[rank] for rank in odd], "\n".join(lines))
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Returns `"rank 1"` or `"ranks 1, 2"`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -128,3 +129,67 @@ def _format_call(described: dict[str, Any]) -> str:
     name = call.pop("operation")
     arguments = ", ".join(f"{key}={value}" for key, value in call.items())
     return printable(f"{name}({arguments}) at {described['call_site']}", MAX_CALL_CHARACTERS)
+
+
+@final
+class StoreBarrier:
+    """The store barriers of one group on one of its ranks. All ranks must call them in the same order.
+
+    Errors name ranks by their ranks in the default group, `global_ranks`.
+    """
+
+    def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._global_ranks = global_ranks
+        self._number = 0
+        self._oldest_kept = 1  # number of the oldest barrier whose key of this rank is in the store
+
+    def wait(
+        self,
+        timeout_s: float,
+        wait_for_all_ranks: Callable[[TorchStore, Sequence[str], float], bool],
+        *,
+        wait_all_ranks: bool,
+    ) -> None:
+        """Waits until all ranks have called it.
+
+        Args:
+            timeout_s: seconds to wait for the other ranks.
+            wait_for_all_ranks: GroupCore.wait_for_all_ranks, whose errors are raised.
+            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording.
+
+        Raises:
+            CollectiveTimeoutError: some ranks did not call it in time; it names every one.
+        """
+        self._number += 1
+        keys = [_key(self._number, rank) for rank in range(len(self._global_ranks))]
+        self._store.set(keys[self._rank], "")
+        if not wait_for_all_ranks(self._store, keys, timeout_s):
+            by_rank = zip(self._global_ranks, keys, strict=True)
+            missing = [global_rank for global_rank, key in by_rank if not self._store.check([key])]
+            if missing:  # else the last rank has just arrived
+                text = self._message(missing, f"{timeout_s * 1000:g} ms", wait_all_ranks=wait_all_ranks)
+                raise CollectiveTimeoutError("monitored_barrier", timeout_s, text)
+        # All ranks have called this barrier, so none still reads the keys of earlier ones.
+        for number in range(self._oldest_kept, self._number):
+            self._store.delete_key(_key(number, self._rank))
+        self._oldest_kept = self._number
+
+    def _message(self, missing: Sequence[int], limit: str, *, wait_all_ranks: bool) -> str:
+        """Names the absent ranks, also in the wording that programs written for torch look for."""
+        rank, first = self._global_ranks[self._rank], self._global_ranks[0]
+        if self._rank:
+            return (
+                f"{_format_ranks(missing)}. Rank {rank} successfully reached monitoredBarrier, but received "
+                f"errors while waiting for send/recv from rank {first}"
+            )
+        failed = _format_ranks(missing if wait_all_ranks else missing[:1]).capitalize()
+        return (
+            f"{_format_ranks(missing)}. Rank {rank} timed out in monitoredBarrier after {limit}: "
+            f"{failed} failed to pass monitoredBarrier in {limit}"
+        )
+
+
+def _key(number: int, rank: int) -> str:
+    return f"monitored_barrier/{number}/{rank}"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from gradwire.c10d import Credentials, FileStore
-from gradwire.c10d.failure import detector as failure_detector
-from gradwire.c10d.failure.detector import FailureDetector
-from gradwire.c10d.failure.messages import DIED
+from gradwire.c10d.engines.base import DIED
+from gradwire.c10d.groups import failure_detector
+from gradwire.c10d.groups.failure_detector import FailureDetector
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.net.host_identity import HostIdentity

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.c10d.groups.test_reconfigure import members, opened, port  # noqa: F401 - fixtures
 from tests.c10d.members import everywhere
-from tests.c10d.reconfigure.test_reconfigure import members, opened, port  # noqa: F401 - fixtures
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 WIDTH = 8
