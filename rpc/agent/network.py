@@ -29,17 +29,19 @@ from ..peers.link import Links
 from ..peers.peer import MessageListener, Peer, PeerParts
 from ..peers.peers import Peers
 from ..transports.base import Transport
-from ..transports.bulk_sockets import BulkSockets
-from ..transports.grpc_calls import StreamParts
-from ..transports.grpc_endpoint import GrpcEndpoint
-from ..transports.grpc_streams import GrpcStreams
-from ..transports.handshake import Handshake
+from ..transports.grpc_endpoint import GrpcEndpoint, Handshake
+from ..transports.grpc_stream import serve_stream
 from ..transports.liveness import Heartbeats, Pulse
-from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
-from ..transports.sockets import TCP, UNIX, SocketListener
+from ..transports.outbox import StreamParts
+from ..transports.sockets import TCP, UNIX, BulkSockets, SocketListener
 
 __all__ = ["Network", "NetworkSeams"]
 
+DRAIN_SECONDS = 5.0
+"""Seconds that a closing worker waits for its peers to receive what is queued for them."""
+
+FAREWELL_DIALS = 16
+"""The number of unconnected workers that a failing worker dials to say goodbye."""
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -101,9 +103,8 @@ class Network:
         )
         heartbeats = Heartbeats(loop, liveness, pulse)
         allocate = self.channels.cache.allocate
-        parts = StreamParts(loop, self._handshake, heartbeats, sockets, executor, allocate)
-        self._streams = GrpcStreams(parts, self.peers.by_id)
-        exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
+        streams = self._streams = StreamParts(loop, self._handshake, heartbeats, sockets, executor, allocate)
+        exchange = grpc.stream_stream_rpc_method_handler(partial(serve_stream, streams, self.peers.by_id))
         transfer = grpc.stream_unary_rpc_method_handler(partial(serve_chunks, self._handshake, self._find_chunked))
         vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
         self._endpoint.serve({"Exchange": exchange, "Transfer": transfer, "Vouch": vouch})

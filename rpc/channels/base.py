@@ -13,7 +13,7 @@ from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 from ..contracts.worker import Member, WorkerEnd
-from ..transports.bulk_sockets import BulkPeer
+from ..transports.sockets import BulkPeer
 
 __all__ = ["Arriving", "Channel", "ChannelPeer", "PayloadLostError", "StartTransfer", "check_size"]
 

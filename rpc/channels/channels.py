@@ -7,8 +7,7 @@ from ...net.host_identity import network_id
 from ...proto.v1 import agent_pb2
 from ..contracts.options import RpcBackendOptions
 from ..execution.executor import Executor
-from ..transports.bulk_sockets import BulkSockets
-from ..transports.sockets import UNIX
+from ..transports.sockets import UNIX, BulkSockets
 from .announced import AnnouncedPayloads
 from .base import Channel, ChannelPeer, PayloadLostError, StartTransfer
 from .broadcast.broadcasts import Broadcasts

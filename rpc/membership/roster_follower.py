@@ -12,7 +12,7 @@ from ...errors import LossCause
 from ..contracts.worker import SHUT_DOWN, Member, RosterVersion, WorkerEnd
 from ..execution.executor import Executor
 from ..peers.peers import Peers
-from ..transports.handshake import RefusedError
+from ..transports.grpc_endpoint import RefusedError
 from .roster import Departed, RosterError
 from .roster_log import RosterLog
 from .serial_calls import SerialCalls

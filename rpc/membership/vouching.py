@@ -21,10 +21,8 @@ from ..contracts.worker import Member, WorkerInfo
 from ..execution.executor import Executor
 from ..peers.link import LinkState
 from ..peers.peers import Peers
-from ..transports.grpc_endpoint import GrpcEndpoint
-from ..transports.handshake import RefusedError
+from ..transports.grpc_endpoint import VOUCH_METHOD, GrpcEndpoint, RefusedError
 from ..transports.liveness import Reach, probe
-from ..transports.settings import VOUCH_METHOD
 from .addresses import ListenAddress
 from .presence import Presence, presence_of
 from .serial_calls import SerialCalls

@@ -32,12 +32,11 @@ from ..channels.shared_memory.peer import PeerSegments
 from ..contracts.messages import Outgoing
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import Member, WorkerEnd, WorkerInfo
-from ..transports.base import Transport, TransportClosedError
+from ..transports.base import ENDED, LoopbackTransport, Transport, TransportClosedError
 from ..transports.grpc_stream import GrpcStream
-from ..transports.grpc_streams import GrpcStreams
-from ..transports.settings import MAX_ENVELOPE_BYTES
+from ..transports.outbox import StreamParts
+from ..transports.socket_frames import MAX_ENVELOPE_BYTES
 from ..transports.sockets import TCP, UNIX
-from ..transports.unconnected import ENDED, LoopbackTransport
 from ..wire.parsing import check_envelope
 from .control import ControlStream
 from .flow_control import CALL_BYTES, Backlog, Window
@@ -96,7 +95,7 @@ class PeerParts:
     """What the peers of one agent share.
 
     links: what their links share.
-    streams: connects them.
+    streams: what the streams to them share.
     wrap: wraps every transport.
     channels: what their channels share.
     messages: handles what arrives.
@@ -104,7 +103,7 @@ class PeerParts:
     """
 
     links: Links
-    streams: GrpcStreams
+    streams: StreamParts
     wrap: Callable[[Transport, WorkerInfo], Transport]
     channels: Channels
     messages: MessageListener
@@ -304,7 +303,7 @@ class Peer:
             transport = LoopbackTransport(self)
         else:
             self.link = Link(self, member.address, parts.links)
-            transport = self.stream = parts.streams.make(self, member.address)
+            transport = self.stream = GrpcStream(parts.streams, self, member.address)
         self.transport = parts.wrap(transport, info)
 
     def __getattr__(self, name: str) -> Any:
@@ -481,7 +480,7 @@ class Peer:
     def renew_transport(self) -> None:
         """Replaces the transport, which has ended, by one that does not connect by itself."""
         if self.stream is not None:
-            self.stream = self._parts.streams.renew(self.stream)
+            self.stream = self.stream.renewed()
             self.transport = self._parts.wrap(self.stream, self.info)
 
     def connect_again(self) -> None:

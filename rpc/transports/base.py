@@ -1,16 +1,20 @@
-"""The contract of transports, which carry the envelopes of messages between two workers."""
+"""The contract of transports, which carry the envelopes of messages between two workers.
+
+At the end are those that need no connection: from a worker to itself, and to a worker that is lost.
+"""
 
 import concurrent.futures
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, final
 
 from ...proto.v1 import agent_pb2
-from ..contracts.worker import Member, WorkerEnd, WorkerInfo
+from ..contracts.worker import SHUT_DOWN, Member, WorkerEnd, WorkerInfo
 from ..execution.futures import Future
 from ..execution.poller import SocketWaiter
+from ..wire.parsing import embed
 from .socket_frames import SegmentListener
 
-__all__ = ["Connecting", "Transport", "TransportClosedError", "TransportListener"]
+__all__ = ["ENDED", "Connecting", "LoopbackTransport", "Transport", "TransportClosedError", "TransportListener"]
 
 
 Connecting = concurrent.futures.Future[None]
@@ -46,7 +50,7 @@ class Transport(Protocol):
         """Bytes of envelopes that have been sent by `send` and that the operating system has not taken yet."""
 
     def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
-        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`, and the bytes that are attached to it.
+        """Queues one envelope, of at most MAX_ENVELOPE_BYTES, and the bytes that are attached to it.
 
         These must not change before they are written. The queue has no bound of its own: it holds calls, which are
         bounded while they are in flight, and what answers and accompanies calls.
@@ -143,3 +147,55 @@ class TransportListener(Protocol):
             end: what the peer's goodbye says, or why the peer cannot be connected again.
             unsent: see `on_broken`.
         """
+
+
+_CONNECTED: Final = Connecting()
+_CONNECTED.set_result(None)
+
+
+class _EndedTransport:
+    """A transport by which nothing can be sent, or arrives."""
+
+    name = "ended"
+    queued_bytes = 0
+
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:  # noqa: ARG002
+        raise TransportClosedError("it is lost")
+
+    def withdraw(self, beginning: bytes) -> bool:  # noqa: ARG002
+        return False
+
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        pass
+
+    def connect(self) -> Connecting:
+        return _CONNECTED
+
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
+        pass
+
+
+ENDED: Final = _EndedTransport()
+"""The transport to every worker that is lost, for which nothing is kept."""
+
+
+@final
+class LoopbackTransport(_EndedTransport):
+    """Delivers parsed copies of envelopes to this worker itself, on the thread that sends, until it is closed."""
+
+    name = "loopback"
+
+    def __init__(self, me: TransportListener) -> None:
+        self._me = me
+        self._closed = False
+
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
+        """Delivers an envelope."""
+        if self._closed:
+            raise TransportClosedError(SHUT_DOWN.reason)
+        envelope = embed(envelope, attached)
+        self._me.on_envelope(agent_pb2.Envelope.FromString(envelope), len(envelope))
+
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:  # noqa: ARG002
+        """Makes `send` raise TransportClosedError from now on."""
+        self._closed = True

@@ -27,11 +27,11 @@ from ..execution.executor import Executor
 from ..execution.poller import READABLE
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .liveness import PULSE_BYTES, Pulse
-from .settings import MAX_ENVELOPE_BYTES
 from .socket_frames import (
     DESCRIPTOR,
     HEADER,
     MAX_ATTACHING_BYTES,
+    MAX_ENVELOPE_BYTES,
     MAX_SIDE_FRAME_BYTES,
     SEGMENT,
     FrameKind,

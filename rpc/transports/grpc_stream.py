@@ -14,9 +14,11 @@ The stream then stands for the connection: goodbyes go by it, and it tells when 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol, final
 
+import grpc
 from google.protobuf.message import DecodeError
 
 from ...errors import LossCause
@@ -29,33 +31,63 @@ from ..wire.parsing import parse_frame
 from .base import Connecting, TransportClosedError, TransportListener
 from .connection_log import log_connection
 from .envelope_socket import CLOSED
-from .grpc_calls import (
-    HEARTBEAT,
-    Read,
-    StreamParts,
-    StreamState,
-    Write,
-    deliver,
-    end_of_error,
+from .grpc_endpoint import (
+    DIAL_ATTEMPTS,
+    DIAL_BACKOFF_S,
+    EXCHANGE_METHOD,
+    MAX_CONNECTION,
+    RefusedError,
+    address_of,
+    aio,
     raise_status,
-    welcome_frame,
     write_frame,
 )
-from .handshake import MAX_CONNECTION
 from .liveness import process_at, process_runs
-from .outbox import Outbox
-from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
-from .stream_socket import StreamSocket
+from .outbox import Outbox, StreamParts
+from .sockets import OfferedSocket
 
-__all__ = ["GrpcStream"]
+__all__ = ["GrpcStream", "StreamPeer", "StreamState", "end_of_error", "serve_stream"]
 
 BROKEN_SOCKET_GRACE_S = 0.1
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
 
+DUPLICATE_TIMEOUT_S = 5.0
+"""Seconds to wait for the stream that a peer said it is opening, before opening one again."""
+
 OPENING_ROUND_TRIPS = 2
 """Round trips in which a stream is opened, at least: one for TCP, and one for the hello."""
 
+HEARTBEAT = agent_pb2.Frame(heartbeat=True).SerializeToString()
+
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    }
+)
+"""What gRPC says of calls whose connection could not be made, or broke. A peer refuses with other statuses."""
+
+Read = Callable[[], Awaitable[Any]]
+"""Reads a serialized frame; `aio.EOF` at the end."""
+
+Write = Callable[[bytes], Awaitable[Any]]
+"""Writes a serialized frame."""
+
+
 log = logging.getLogger(__name__)
+
+
+class StreamState(Enum):
+    """What the stream between two workers is doing."""
+
+    IDLE = auto()
+    DIALING = auto()
+    AWAITING_PEER = auto()  # the peer is opening the stream that will be used
+    OPEN = auto()
+    CLOSED = auto()
 
 
 @final
@@ -67,7 +99,7 @@ class GrpcStream:
 
         Its address is host:port, or unix: and a path; the number is that of this stream among those of the two.
         """
-        self.outbox = Outbox()
+        self.outbox = Outbox(parts, peer, self._on_chosen, self._on_socket_end)
         self._is_asleep = True
         """Whether the loop has to be woken for an envelope that is queued. Set on the loop only."""
         self._parts = parts
@@ -85,13 +117,16 @@ class GrpcStream:
         self._is_confirmed = False
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
-        self._socket = StreamSocket(parts, peer, self.outbox, self._on_socket_end)
         self._has_heard = self._has_sent = True
         """Whether something has come by the stream, and gone, since the heartbeats have looked."""
         self._is_busy = False
         """Whether something has been read that is not handled yet, and nothing more is read."""
         self._remote = ""
         """The address at the other end of the stream, if the peer has opened it."""
+
+    def renewed(self) -> "GrpcStream":
+        """Returns another stream in place of this one, which has ended. It is opened when it is first used."""
+        return GrpcStream(self._parts, self.peer, self.address, self.number + 1)
 
     @property
     def name(self) -> str:
@@ -198,18 +233,18 @@ class GrpcStream:
         """Accepts the stream that the peer has opened from an address: offers it a socket, and runs the stream."""
         self._remote = remote.partition(":")[2]
         self._runner = asyncio.current_task()
-        if (offered := self._socket.offer()) is None:
+        if (offered := self.outbox.offer_socket()) is None:
             self._log_if_grpc()
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
-                await write(welcome_frame(offered, number=self.number))
+                await write(_welcome_frame(offered, number=self.number))
                 if self._state is StreamState.OPEN:  # else it has been ended during the write
                     await self.run(read, write, is_confirmed=not self.number)
         finally:
             if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
                 self._redial()
-            self._socket.withdraw()
+            self.outbox.withdraw_offer()
 
     async def run(self, read: Read, write: Write, *, is_confirmed: bool = True) -> None:
         """Exchanges frames until either side says goodbye or the connection breaks.
@@ -244,7 +279,7 @@ class GrpcStream:
             if writer is not None:
                 writer.cancel()
             try:
-                await self._socket.read_out(has_left=peer_end is not None)
+                await self.outbox.read_out(has_left=peer_end is not None)
             finally:  # gRPC may cancel this
                 end = SHUT_DOWN if self.goodbye else peer_end
                 broken = WorkerEnd(LossCause.DISCONNECTED, reason)
@@ -297,22 +332,35 @@ class GrpcStream:
 
     def _log_if_grpc(self) -> None:
         if self.outbox.socket is None:
-            log_connection(self._parts, self._worker, self.address)
+            log_connection(self._parts.handshake, self._worker, self.address)
 
     async def _read_frames(self, read: Read) -> WorkerEnd | None:
         """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
         while (data := await read()) is not aio.EOF:
             self._on_opened()
             self._has_heard = self._is_busy = True
-            frame = await deliver(self.peer, data)
+            frame = await self._deliver(data)
             self._is_busy = False
             if frame.HasField("choice"):
-                await self._socket.on_choice(frame.choice.kind)
-                self._on_chosen()
+                await self.outbox.on_choice(frame.choice.kind)
             self.peer.on_frame(frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None
+
+    async def _deliver(self, data: bytes) -> agent_pb2.Frame:
+        """Parses a frame, hands the peer its envelopes, and returns the frame when more may be read.
+
+        Raises DecodeError if the bytes are no frame, or it takes too much memory.
+        """
+        frame, nbytes = parse_frame(data)
+        pause = None
+        for envelope in frame.envelopes:
+            # Of the memory that the frame takes, each has a part by its size.
+            pause = self.peer.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
+        if pause is not None:
+            await asyncio.wrap_future(pause)
+        return frame
 
     def _on_socket_end(self, reason: str, malformed: Exception | None) -> None:
         """Handles the end of the socket: the stream ends too, unless it tells soon how the peer has ended."""
@@ -373,7 +421,7 @@ class GrpcStream:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 if welcome.welcome.sockets:
                     round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
-                    choosing = self._socket.choose(welcome.welcome.sockets[0], round_trip, self._on_chosen)
+                    choosing = self.outbox.choose(welcome.welcome.sockets[0], round_trip)
                 else:
                     self._log_if_grpc()
                 await self.run(call.read, lambda data: write_frame(call, data))
@@ -437,3 +485,70 @@ class GrpcStream:
             self.peer.on_broken(end, unsent)
         elif report:
             self.peer.on_closed(end, unsent)
+
+
+class StreamPeer(TransportListener, Protocol):
+    """A peer that may be connected by a stream."""
+
+    stream: GrpcStream | None
+    """None if it is let in no more."""
+
+    end: WorkerEnd | None
+    """Why it is not."""
+
+
+async def serve_stream(
+    parts: StreamParts,
+    peers: Mapping[int, StreamPeer],
+    requests: AsyncIterator[bytes],  # noqa: ARG001
+    context: Any,
+) -> None:
+    """Serves the Exchange method of an agent's gRPC service.
+
+    Args:
+        parts: what the streams of the agent share.
+        peers: its peers, by the id of their worker.
+        requests: as gRPC gives it.
+        context: the same.
+    """
+    try:
+        worker, hello = await parts.handshake.receive(context)
+    except RefusedError as refusal:
+        await context.abort(refusal.code, str(refusal))
+    peer = peers[worker.wire_id]
+    stream = peer.stream
+    if stream is not None and not stream.goodbye and stream.is_replaced_by(hello.connection):
+        stream.break_off("it has connected again")
+        stream = peer.stream
+    if stream is None:
+        assert peer.end is not None
+        text = f"it has given this worker up: {peer.end.reason}"
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return
+    if stream.goodbye:
+        await context.write(stream.goodbye)
+        stream.on_goodbye_sent()
+        return
+    if (reason := stream.outbox.closed_reason) is not None:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it has given this worker up: {reason}")
+    if stream.accept(hello.connection):
+        await stream.welcome(context.read, context.write, address_of(context))
+    else:
+        await context.write(_welcome_frame(duplicate=True))
+
+
+def _welcome_frame(offered: OfferedSocket | None = None, *, number: int = 0, duplicate: bool = False) -> bytes:
+    """Returns the serialized frame that answers a hello, on the stream of this number."""
+    offers = [] if offered is None else [offered.offer]
+    welcome = agent_pb2.Welcome(duplicate=duplicate, sockets=offers, connection=number)
+    return bytes(agent_pb2.Frame(welcome=welcome).SerializeToString())
+
+
+def end_of_error(error: Exception, address: str) -> WorkerEnd:
+    """Returns the end of a peer to which no stream can be opened."""
+    if not isinstance(error, aio.AioRpcError):
+        text = str(error) if isinstance(error, OSError) else repr(error)
+        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({text})")
+    if error.code() in BROKEN:
+        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
+    return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

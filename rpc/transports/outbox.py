@@ -1,17 +1,30 @@
-"""The envelopes for one peer that are not on their way yet, and the socket that they go by if there is one."""
+"""What carries the envelopes of one gRPC stream: a queue, until it is known; then a socket, or the stream itself.
 
+The worker that accepts the stream offers a socket; the other one dials it, and tells by the stream whether it uses
+it. Meanwhile the stream carries all but envelopes, which wait.
+"""
+
+import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 from ...proto.v1 import agent_pb2
+from ..execution.executor import Executor
 from ..wire.parsing import bytes_field, embed
-from .base import Connecting, TransportClosedError
-from .envelope_socket import EnvelopeSocket
+from .base import Connecting, TransportClosedError, TransportListener
+from .connection_log import log_connection
+from .envelope_socket import CLOSED, EnvelopeSocket, FrameReader, PulseExchange
+from .grpc_endpoint import Handshake
+from .liveness import Heartbeats
 from .socket_frames import BEGINNING_BYTES
+from .sockets import UNIX, OfferedSocket, SocketListener
+from .tls_socket import AnySocket
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "StreamParts"]
 
 FRAME_BYTES = 1 << 20
 """Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
@@ -21,11 +34,65 @@ MAX_FRAMES = 1 << 14
 each segment of device memory."""
 
 
+READ_OUT_TIMEOUT_S = 5.0
+"""Seconds in which something has to come of what a peer sent by the socket before its goodbye or its death."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamParts:
+    """What the streams of one agent share.
+
+    loop: the event loop.
+    handshake: makes and checks hellos.
+    heartbeats: watches the connections.
+    listener: offers and dials the sockets beside the streams.
+    executor: its threads read these.
+    allocate: returns memory of so many bytes for what follows envelopes. Raises MemoryError if there is none.
+    unread: the sockets that have not been read to their end, of streams that have ended, too.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    handshake: Handshake
+    heartbeats: Heartbeats
+    listener: SocketListener
+    executor: Executor
+    allocate: Callable[[int], memoryview]
+    unread: set[EnvelopeSocket] = field(default_factory=set)
+
+    def release(self) -> None:
+        """Releases the sockets that no thread reads any more. Called when the executor has ended."""
+        for connection in list(self.unread):
+            connection.release()
+
+
 @final
 class Outbox:
-    """Queues envelopes until there is a connection, and in front of a gRPC stream. Safe to use from any thread."""
+    """The envelopes for one peer, and the socket that they go by if there is one.
 
-    def __init__(self) -> None:
+    `put`, `withdraw` and `queued_bytes` are used on any thread, all else on the event loop.
+    """
+
+    def __init__(
+        self,
+        parts: StreamParts,
+        peer: TransportListener,
+        on_chosen: Callable[[], None],
+        on_broken: Callable[[str, Exception | None], None],
+    ) -> None:
+        """Has no socket yet.
+
+        Args:
+            parts: what the streams of the agent share.
+            peer: gets the envelopes that come by the socket.
+            on_chosen: called when the two workers have chosen what carries the envelopes, after an offer.
+            on_broken: called with the reason when the socket ends before the peer says that it does, and with the
+                error if the peer has sent bytes that are no message.
+        """
+        self._parts = parts
+        self._peer = peer
+        self._on_chosen = on_chosen
+        self._on_broken = on_broken
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
         """Envelopes."""
@@ -40,6 +107,8 @@ class Outbox:
         self.connected = Connecting()
         """Done when it is known what carries the envelopes: a socket, the stream, or nothing any more."""
         self._is_connected = False
+        self._offered: OfferedSocket | None = None
+        self._has_socket_ended = asyncio.Event()
 
     @property
     def queued_bytes(self) -> int:
@@ -81,15 +150,6 @@ class Outbox:
                     return True
         return self.socket is not None and self.socket.writer.withdraw(beginning)
 
-    def use_socket(self, connection: EnvelopeSocket) -> None:
-        """Sends by a socket from now on, beginning with what is queued."""
-        with self._lock:
-            for envelope in self._queue:
-                connection.writer.send(envelope)
-            self._queue.clear()
-            self.socket = connection
-        self._set_connected()
-
     def next_frame(self) -> bytes:
         """Takes a frame for the stream, up to FRAME_BYTES, but at least one envelope; empty if there is none."""
         if self._frames:
@@ -122,3 +182,119 @@ class Outbox:
         if not self._is_connected:
             self._is_connected = True
             self.connected.set_result(None)
+
+    # The socket.
+
+    def offer_socket(self) -> OfferedSocket | None:
+        """Makes an offer to the peer; returns None if there is nothing to offer."""
+        self._offered = self._parts.listener.offer(self._peer.info, same_host=self._peer.is_on_this_host)
+        self.is_held = self._offered is not None
+        return self._offered
+
+    def withdraw_offer(self) -> None:
+        """Withdraws the offer, if the peer has not said whether it uses it."""
+        if self._offered is not None:
+            self._offered.withdraw()
+            self._offered = None
+            self.is_held = False
+
+    async def on_choice(self, kind: str) -> None:
+        """Handles the answer to the offer. Raises TimeoutError if the peer says that it uses what there is not."""
+        offered = self._offered
+        if offered is not None and kind:
+            connection = await offered.connection()
+            if self.closed_reason is not None:
+                connection.close()
+            else:
+                self._use(offered.offer.kind, connection)
+            self._offered = None
+            # Not before: the stream carries envelopes from now on, unless the socket does.
+            self.is_held = False
+        else:
+            self.withdraw_offer()
+        self._on_chosen()
+
+    def choose(self, offer: agent_pb2.SocketOffer, round_trip: float) -> asyncio.Task[None]:
+        """Begins to connect the socket that the peer offers, while the stream carries all but envelopes.
+
+        A round trip takes so many seconds. The task is to be cancelled when the stream has ended.
+        """
+        self.is_held = True
+        return self._parts.loop.create_task(self._choose(offer, round_trip))
+
+    async def _choose(self, offer: agent_pb2.SocketOffer, round_trip: float) -> None:
+        dialed = await self._parts.listener.dial(self._peer.member, offer, round_trip)
+        if self.closed_reason is not None:
+            if dialed is not None:
+                dialed.close()
+            return
+        choice = agent_pb2.SocketChoice(kind=offer.kind if dialed is not None else "")
+        if dialed is not None:
+            try:
+                self._use(offer.kind, dialed)
+            except OSError as error:
+                # The envelopes stay held until the stream has ended: the peer may have got some by the socket.
+                self._handle_end(f"its connection broke: {error}" if str(error) else CLOSED)
+                return
+        if self.put_frame(agent_pb2.Frame(choice=choice).SerializeToString()):
+            self.is_held = False
+            self._on_chosen()
+        else:
+            self._on_broken("it does not read what it is sent", None)
+
+    async def read_out(self, *, has_left: bool) -> None:
+        """Waits until all that the peer has sent by the socket is read.
+
+        If it has left, that is what it sent before its goodbye, as long as more comes. Else it may live and send
+        without end, so this takes `READ_OUT_TIMEOUT_S` at most.
+        """
+        connection = self.socket
+        while connection is not None and not self._has_socket_ended.is_set():
+            connection.take_heard()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_socket_ended.wait(), READ_OUT_TIMEOUT_S)
+            if not has_left or not connection.take_heard():
+                return
+
+    def _use(self, kind: str, connection: AnySocket) -> None:
+        """Sends and receives by a connected socket from now on. Raises OSError, and closes the socket then."""
+        parts, used = self._parts, None
+        try:
+            segments = pulses = None
+            if kind == UNIX:
+                segments, pulses = self._peer.new_segments(), PulseExchange(parts.heartbeats.pulse)
+            reader = FrameReader(self._peer.on_envelope, segments, pulses, parts.allocate)
+            used = EnvelopeSocket(kind, connection, parts.executor, reader, self._on_end)
+            if segments is not None:
+                segments.connect(used.writer)
+            with self._lock:
+                for envelope in self._queue:
+                    used.writer.send(envelope)
+                self._queue.clear()
+                self.socket = used
+            self._set_connected()
+            log_connection(parts.handshake, self._peer.info, connection)
+            used.start()
+            parts.unread.add(used)
+        except BaseException:
+            if used is None:
+                connection.close()
+            else:
+                used.close()
+                used.release()
+            raise
+
+    def _on_end(self, reason: str) -> None:
+        """Handles the end of the socket. Called on a thread of the executor."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._parts.loop.call_soon_threadsafe(self._handle_end, reason)
+
+    def _handle_end(self, reason: str) -> None:
+        self._has_socket_ended.set()
+        malformed = None
+        if (used := self.socket) is not None:
+            self._parts.unread.discard(used)
+            if (malformed := used.malformed) is not None:
+                self._parts.handshake.audit.deny(used.name, malformed, worker=self._peer.info.name)
+        if reason:
+            self._on_broken(reason, malformed)

@@ -29,6 +29,7 @@ __all__ = [
     "DESCRIPTOR",
     "HEADER",
     "MAX_ATTACHING_BYTES",
+    "MAX_ENVELOPE_BYTES",
     "MAX_SIDE_FRAME_BYTES",
     "SEGMENT",
     "FrameKind",
@@ -40,6 +41,9 @@ __all__ = [
 
 BEGINNING_BYTES = 11
 """Bytes of the beginning of an envelope, by which it is known among all that a worker sends: its id and type."""
+
+MAX_ENVELOPE_BYTES = 63 << 20
+"""Bytes of the largest envelope. Large payloads are not in it: only hundreds of thousands of tensors fill one."""
 
 MAX_NUMBERS = 1024
 """Numbers of segments in a frame."""

@@ -27,8 +27,7 @@ from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.transports import envelope_socket
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, PulseExchange
-from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.handshake import PROTOCOL, Handshake, RefusedError
+from gradwire.rpc.transports.grpc_endpoint import PROTOCOL, GrpcEndpoint, Handshake, RefusedError
 from gradwire.rpc.transports.liveness import Pulse
 from gradwire.rpc.transports.socket_frames import FrameKind
 from gradwire.rpc.transports.sockets import NONCE_BYTES, TCP, UNIX, OfferedSocket, SocketListener

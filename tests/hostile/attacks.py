@@ -19,7 +19,7 @@ from gradwire.c10d.stores.server import EXECUTE, POP
 from gradwire.net.security import SHARED_HOST_NAME
 from gradwire.proto.v1 import agent_pb2, store_pb2
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, VOUCH_METHOD
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, TRANSFER_METHOD, VOUCH_METHOD
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
 from tests.net.http2 import PREFACE, data_in, grpc_request

@@ -6,14 +6,14 @@ import pytest
 from gradwire.c10d.stores import remote as store_client
 from gradwire.c10d.stores import server as store_server
 from gradwire.c10d.stores.limits import StoreLimits
-from gradwire.rpc.transports import settings
+from gradwire.rpc.transports import grpc_endpoint
 from grpc._cython import cygrpc
 
 OPTIONS = {
     name
     for options in (
-        settings.client_options(1.0),
-        settings.server_options(1.0, 5.0),
+        grpc_endpoint.client_options(1.0),
+        grpc_endpoint.server_options(1.0, 5.0),
         store_client._CLIENT_OPTIONS,
         store_server.server_options(StoreLimits(), "localhost"),
     )

@@ -20,7 +20,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
-from ...transports.bulk_sockets import BulkSockets
+from ...transports.sockets import BulkSockets
 from ...transports.tls_socket import AnySocket
 from ..base import ChannelPeer, PayloadLostError, StartTransfer, check_size
 from ..chunked.channel import ChunkedChannel

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ....proto.v1 import agent_pb2
-from ...transports.handshake import Handshake, RefusedError
+from ...transports.grpc_endpoint import Handshake, RefusedError
 from ...wire.parsing import parse_chunks
 from ..announced import MAX_ANNOUNCED
 from ..base import Arriving, ChannelPeer, StartTransfer, check_size

@@ -12,9 +12,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...contracts.worker import Member
-from ...transports.grpc_calls import write_frame
-from ...transports.handshake import Handshake
-from ...transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, aio
+from ...transports.grpc_endpoint import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, Handshake, aio, write_frame
 from ...wire.parsing import bytes_field
 
 __all__ = ["ChunkParts", "ChunkSender"]

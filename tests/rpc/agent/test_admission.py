@@ -20,11 +20,9 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.transports import handshake, settings, sockets
-from gradwire.rpc.transports.grpc_calls import StreamState
-from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.handshake import PROTOCOL
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
+from gradwire.rpc.transports import grpc_endpoint, sockets
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, PROTOCOL, TRANSFER_METHOD, GrpcEndpoint, aio
+from gradwire.rpc.transports.grpc_stream import StreamState
 
 from tests.addresses import address_here
 from tests.remote_functions import identity, wait_until
@@ -51,8 +49,7 @@ def loop() -> Iterator[EventLoop]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has agents wait for a hello for half a second only."""
-    monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(settings, "HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(grpc_endpoint, "HELLO_TIMEOUT_S", 0.5)
 
 
 class Stranger:
@@ -122,8 +119,8 @@ def test_who_opens_no_stream_is_dropped(agents, impatient, said):
 
 
 def test_few_streams_wait_to_be_admitted(agents, loop, monkeypatch):
-    monkeypatch.setattr(handshake, "MAX_UNADMITTED", 3)
-    monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(grpc_endpoint, "MAX_UNADMITTED", 3)
+    monkeypatch.setattr(grpc_endpoint, "HELLO_TIMEOUT_S", 60.0)
     a, b = agents(2)
 
     async def open_many() -> None:
@@ -147,7 +144,7 @@ async def wait_for(condition: Any) -> None:
 
 
 def test_at_most_so_many_streams_are_read_at_a_time(agents, loop, monkeypatch):
-    monkeypatch.setattr(handshake, "MAX_SILENT", 1)
+    monkeypatch.setattr(grpc_endpoint, "MAX_SILENT", 1)
     a, b = agents(2)
 
     async def open_two() -> str:
@@ -170,9 +167,9 @@ def test_at_most_so_many_streams_are_read_at_a_time(agents, loop, monkeypatch):
     [
         (b"", "speaks protocol 1, '' speaks 0"),
         (b"\xff\xff\xff", "no hello"),
-        (bytes(handshake.MAX_HELLO_BYTES + 1), "bytes, of"),
+        (bytes(grpc_endpoint.MAX_HELLO_BYTES + 1), "bytes, of"),
         # Envelopes, which would take 56 bytes each if they were parsed.
-        (b"\x0a\x00" * (handshake.MAX_HELLO_BYTES // 2), "speaks protocol 1, '' speaks 0"),
+        (b"\x0a\x00" * (grpc_endpoint.MAX_HELLO_BYTES // 2), "speaks protocol 1, '' speaks 0"),
     ],
     ids=["empty", "no hello", "long", "many empty envelopes"],
 )
@@ -191,7 +188,7 @@ def test_what_is_no_hello_is_refused(agents, loop, method, first, text):
     check_calls(a, b)
 
 
-@pytest.mark.parametrize("number", [handshake.MAX_CONNECTION + 1, 2**64 - 1])
+@pytest.mark.parametrize("number", [grpc_endpoint.MAX_CONNECTION + 1, 2**64 - 1])
 def test_a_number_of_a_connection_that_nobody_counts_to_is_refused(agents, loop, number):
     """Counting on from it would leave the range of the number, after which the link could not heal."""
     a, b = agents(2)
@@ -360,17 +357,17 @@ def test_what_the_sender_of_a_hello_knows_is_learned(loop, known, said, text):
     """Nobody can have a worker parse much before it is known who he is."""
 
     async def learn(version: RosterVersion) -> None:
-        raise handshake.RefusedError(f"learned {version.length}")
+        raise grpc_endpoint.RefusedError(f"learned {version.length}")
 
     async def receive() -> None:
-        receiving = handshake.Handshake("test", WorkerInfo("me", 0), {}, learn, GrpcEndpoint("me", None))
+        receiving = grpc_endpoint.Handshake("test", WorkerInfo("me", 0), {}, learn, GrpcEndpoint("me", None))
         receiving.open(known)
         await receiving.receive(SimpleNamespace(read=read, peer=lambda: "unix:"))
 
     async def read() -> bytes:
         return opening(said)
 
-    with pytest.raises(handshake.RefusedError, match=text):
+    with pytest.raises(grpc_endpoint.RefusedError, match=text):
         loop.run(receive(), 30)
 
 

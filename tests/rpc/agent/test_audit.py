@@ -24,9 +24,8 @@ from gradwire.rpc.channels import announced
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, MessageType, Request
 from gradwire.rpc.contracts.worker import WorkerEnd
-from gradwire.rpc.transports import handshake, sockets
-from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
+from gradwire.rpc.transports import grpc_endpoint, sockets
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, TRANSFER_METHOD, GrpcEndpoint, aio
 from gradwire.rpc.wire.failures import decode_failure
 
 from tests.docs.test_docs import run_code, snippets
@@ -95,14 +94,14 @@ def test_a_refused_hello(agents, loop, caplog, method, fields, reason, worker):
     assert (denied["owner"], denied["worker"], denied["level"]) == ("agent0", worker, logging.WARNING)
     assert denied["peer"].startswith("unix:")
     assert len(denied["line"]) < 1000
-    assert len(told) <= handshake.MAX_REASON
+    assert len(told) <= grpc_endpoint.MAX_REASON
     assert told.isprintable()
     assert counts(a)["agent"]["deny"] == 1
     check_calls(a, b)
 
 
 @pytest.mark.parametrize(
-    "first", [b"\xff\xff\xff", bytes(handshake.MAX_HELLO_BYTES + 1)], ids=["no hello", "long"]
+    "first", [b"\xff\xff\xff", bytes(grpc_endpoint.MAX_HELLO_BYTES + 1)], ids=["no hello", "long"]
 )
 def test_what_is_no_hello(agents, loop, caplog, first):
     a, _ = agents(2)
@@ -129,7 +128,7 @@ def test_who_is_let_in(agents, caplog):
 
 
 def test_a_stream_that_says_nothing(agents, loop, caplog, monkeypatch):
-    monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(grpc_endpoint, "HELLO_TIMEOUT_S", 0.2)
     a, _ = agents(2)
 
     async def wait_in_silence() -> None:
@@ -141,7 +140,7 @@ def test_a_stream_that_says_nothing(agents, loop, caplog, monkeypatch):
 
 
 def test_the_limit_of_streams(agents, loop, caplog, monkeypatch):
-    monkeypatch.setattr(handshake, "MAX_UNADMITTED", 0)
+    monkeypatch.setattr(grpc_endpoint, "MAX_UNADMITTED", 0)
     a, _ = agents(2)
     loop.run(open_stream(a, EXCHANGE_METHOD, opening(EXCHANGE_METHOD)), 30)
     assert the_event(caplog, event="limit", listener="agent")["limit"] == "MAX_UNADMITTED=0"

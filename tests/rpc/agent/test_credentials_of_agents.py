@@ -23,8 +23,7 @@ from gradwire.net.user_sockets import UnsafePathError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.membership.addresses import ListenAddress
-from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, TRANSFER_METHOD, GrpcEndpoint, aio
 
 from tests.certificates import EXPIRED, OTHER_TOKEN, TOKEN, ca_pem, make_authority, write
 from tests.net.http2 import grpc_request

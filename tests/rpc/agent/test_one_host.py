@@ -22,7 +22,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, aio
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, aio
 
 from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import add, identity, wait_until

@@ -34,8 +34,7 @@ from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
 from gradwire.rpc.channels.bulk.sending import SendingBundle
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.bulk_sockets import BulkSockets
-from gradwire.rpc.transports.sockets import UNIX, SocketListener
+from gradwire.rpc.transports.sockets import UNIX, BulkSockets, SocketListener
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -31,7 +31,7 @@ from gradwire.rpc.membership.vouching import Verdict, Vote, verdict_of
 from gradwire.rpc.peers.link import Links, LinkState
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
-from gradwire.rpc.transports.handshake import Handshake, RefusedError
+from gradwire.rpc.transports.grpc_endpoint import Handshake, RefusedError
 from gradwire.rpc.transports.liveness import Reach
 
 from tests.rpc.membership.virtual_time import VirtualTimeLoop

@@ -17,7 +17,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.worker import Member
 from gradwire.rpc.membership import roster_log
 from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.transports import handshake
+from gradwire.rpc.transports import grpc_endpoint
 
 from tests import remote_functions
 from tests.addresses import address_here
@@ -209,7 +209,7 @@ def test_a_refused_worker_does_not_remove_members(join_one, workers, url):
     (newer,) = workers(1)
 
     def join_with_another_protocol():
-        handshake.PROTOCOL += 1
+        grpc_endpoint.PROTOCOL += 1
         join("newer", url)
 
     with pytest.raises(RendezvousError, match="'a' refuses 'newer'.*install the same gradwire on both"):
@@ -299,7 +299,7 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
     roster = agent_pb2.RosterVersion(length=version.length, digest=version.digest)
     hello = agent_pb2.Hello(protocol=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
     admit = a._network._handshake.admit(hello, None)
-    with pytest.raises(handshake.RefusedError, match="entry 1 of its roster is not in the store"):
+    with pytest.raises(grpc_endpoint.RefusedError, match="entry 1 of its roster is not in the store"):
         a._network._events.run(admit)
     assert a.workers() == [a.info]
     assert a.worker("a") == a.info

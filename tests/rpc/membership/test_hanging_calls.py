@@ -20,7 +20,7 @@ from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.membership.vouching import Verdict, Vouching
 from gradwire.rpc.peers.peers import Peers
-from gradwire.rpc.transports.handshake import Handshake
+from gradwire.rpc.transports.grpc_endpoint import Handshake
 
 from tests.remote_functions import wait_until
 from tests.simulated_peers import silent_peer

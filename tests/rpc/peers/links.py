@@ -66,7 +66,7 @@ def assert_suspect(future: Any, outcome: Outcome = Outcome.UNKNOWN) -> None:
 
 def suspect_after(seconds: float) -> None:
     """Has this worker suspect others after so many seconds of silence."""
-    heartbeats = network()._streams._parts.heartbeats
+    heartbeats = network()._streams.heartbeats
     heartbeats._liveness = replace(heartbeats._liveness, suspect_after=seconds)
 
 

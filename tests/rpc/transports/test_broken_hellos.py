@@ -12,7 +12,7 @@ from gradwire.rpc.contracts.worker import RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster_follower import RosterFollower
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peers import Peers
-from gradwire.rpc.transports.grpc_calls import end_of_error
+from gradwire.rpc.transports.grpc_stream import end_of_error
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode)[1:])

@@ -13,13 +13,11 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.options import Liveness
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.grpc_calls import StreamParts
+from gradwire.rpc.transports.grpc_endpoint import aio
 from gradwire.rpc.transports.grpc_stream import GrpcStream
 from gradwire.rpc.transports.liveness import Heartbeats, Pulse
-from gradwire.rpc.transports.outbox import Outbox
-from gradwire.rpc.transports.settings import aio
+from gradwire.rpc.transports.outbox import Outbox, StreamParts
 from gradwire.rpc.transports.sockets import SocketListener
-from gradwire.rpc.transports.stream_socket import StreamSocket
 
 
 def parts(listener: Any, executor: Any = None) -> Any:
@@ -84,26 +82,23 @@ def choose(
         The outbox; the reasons that the stream was told; and whether the socket is closed.
     """
     mine, other = socket.socketpair()
-    outbox = Outbox()
     reasons: list[str] = []
 
-    class Listener:
-        """Connects what is offered."""
-
-        async def dial(self, *_: object) -> socket.socket:
+    async def check() -> Outbox:
+        async def dial(*_: object) -> socket.socket:
             prepare(outbox, other)
             return mine
 
-    async def check() -> None:
-        made = parts(Listener(), executor)
-        chosen = StreamSocket(made, peer([]), outbox, lambda reason, _: reasons.append(reason))
+        made = parts(SimpleNamespace(dial=dial), executor)
+        outbox = Outbox(made, peer([]), lambda: None, lambda reason, _: reasons.append(reason))
         for number in range(1, 4):
             outbox.put(agent_pb2.Envelope(id=number).SerializeToString())
         before = asyncio.all_tasks()
-        chosen.choose(agent_pb2.SocketOffer(kind="tcp"), 0.0, lambda: None)
+        outbox.choose(agent_pb2.SocketOffer(kind="tcp"), 0.0)
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 20)
+        return outbox
 
-    asyncio.run(check())
+    outbox = asyncio.run(check())
     other.close()
     return outbox, reasons, mine.fileno() == -1
 

@@ -314,7 +314,8 @@ def test_they_become_a_field_where_there_is_no_socket():
 
 
 def test_they_do_while_an_envelope_waits_for_a_connection():
-    outbox = Outbox()
+    nothing: Any = None
+    outbox = Outbox(nothing, nothing, nothing, nothing)
     envelope = agent_pb2.Envelope(id=5, attached_nbytes=3).SerializeToString()
     outbox.put(envelope, [memoryview(b"abc")])
     (queued,) = agent_pb2.Frame.FromString(outbox.next_frame()).envelopes

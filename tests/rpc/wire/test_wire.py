@@ -10,8 +10,7 @@ from gradwire.errors import RpcError, WorkerLostError
 from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Handler, MessageType, Request
-from gradwire.rpc.transports.handshake import PROTOCOL
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
+from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, PROTOCOL, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.parsing import bytes_field
 from gradwire.rpc.wire.pickling import Packer
