@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from .autograd.extension import Autograd
 from .nn.remote_module import ModuleReducers
 from .rpc.calls.handler import Calls
+from .rpc.calls.streams import Streams
 from .rpc.contracts.extension import ExtensionFactory
 from .rpc.profiling.extension import Profiling
-from .rpc.streaming.streams import Streams
 from .rref.forks import References
 from .tracing.group_profile import GroupProfile
 from .tracing.open_telemetry import open_telemetry

@@ -11,7 +11,7 @@ import torch
 
 from .. import autograd, nn, optim, rpc
 from ..errors import RpcError
-from ..rpc.calls.wait_all import thread_futures, wait_for_futures
+from ..rpc.calls.sending import thread_futures, wait_for_futures
 from ..rref.rref import RRefProxy
 from . import agents, contexts, faulty, scripting, shutdown, tensorpipe
 from .init import init_rpc, init_rpc_backend

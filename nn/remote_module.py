@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..rpc.calls.wait_all import note_future
+from ..rpc.calls.sending import note_future
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.devices import Device
 from ..rpc.contracts.extension import Extension

@@ -27,8 +27,8 @@ from .backend_registry import (
     init_backend,
     register_backend,
 )
-from .calls.sending import broadcast_call, rpc_async, rpc_sync
-from .calls.wait_all import wait_all
+from .calls.sending import broadcast_call, rpc_async, rpc_sync, wait_all
+from .calls.streams import RpcStream, rpc_stream
 from .collectives.all_gather import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
 from .contracts.options import (
@@ -45,7 +45,6 @@ from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined, WorkerLeft, WorkerSuspect
 from .execution.futures import Future
 from .profiling.extension import server_process_global_profile
-from .streaming.api import RpcStream, rpc_stream
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
 # first and comes here, through autograd, before it comes to rref.

@@ -13,8 +13,7 @@ import torch
 
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
 from ..rpc.calls.handler import run_function
-from ..rpc.calls.sending import send_call
-from ..rpc.calls.wait_all import note_future
+from ..rpc.calls.sending import note_future, send_call
 from ..rpc.contracts.agent import Destination, current_agent
 from ..rpc.contracts.messages import (
     RREF_FETCH,

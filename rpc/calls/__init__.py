@@ -1,1 +1,1 @@
-"""Users' calls: how they are sent, what runs them on the other worker, and waiting for all of a block."""
+"""Users' calls and streams: how they are sent, and what runs them on the other worker."""

@@ -26,8 +26,17 @@ from ..contracts.agent import RpcAgent, current_agent
 from ..contracts.extension import Extension
 from ..contracts.messages import RESULT, Deferred, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
-from .events import REMOTE_PREFIX, decode_events, events_from_tensor, events_to_tensor
-from .sessions import ProfiledCall, Session, config_of, current_session, torch_hooks
+from .sessions import (
+    REMOTE_PREFIX,
+    ProfiledCall,
+    Session,
+    config_of,
+    current_session,
+    decode_events,
+    events_from_tensor,
+    events_to_tensor,
+    torch_hooks,
+)
 
 __all__ = [
     "REMOTE_PREFIX",

@@ -1,4 +1,4 @@
-"""One request to another worker, from its making to its end; and how many are in flight.
+"""One request to another worker, from its making to its end; how it is sent again, and how many are in flight.
 
 | state     | what it waits for                     | event: next state                                          |
 |-----------|---------------------------------------|------------------------------------------------------------|
@@ -12,9 +12,16 @@
 In every state but the last it also ends by its timeout, its cancellation, the loss of its worker and the end of
 the agent. Whoever takes it out of the calls in flight, or out of those that pause, ends it, which is one operation
 on a dict: so it ends once. All ends go through `Call.succeed`, `Call.fail` and `Call.end`.
+
+A garbage collection runs at any line of any thread, which may hold any lock of the agent. A call that takes the
+same lock again would hang, and with it the thread. So what a finalizer (`__del__`) calls is sent by another one,
+with the help of `FinalizerCalls`.
 """
 
+import contextlib
 import contextvars
+import gc
+import logging
 import math
 import threading
 import time
@@ -23,12 +30,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
 
-from ...errors import Outcome, RpcTimeoutError, SendFailedError, WorkerLostError, WorkerSuspectError, set_outcome
+from ...errors import (
+    NotInitializedError,
+    Outcome,
+    RpcTimeoutError,
+    SendFailedError,
+    WorkerLostError,
+    WorkerSuspectError,
+    set_outcome,
+)
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Handler, Outgoing, Request
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.executor import Executor
-from ..execution.futures import Future
+from ..execution.futures import Future, error_of
+from ..execution.interruptions import may_have_lock, under_finalizer
 from ..peers.flow_control import FlowControl
 from ..peers.peer import Peer
 from ..peers.peers import Peers
@@ -42,6 +58,7 @@ __all__ = [
     "CallCounter",
     "CallKey",
     "CallParts",
+    "FinalizerCalls",
     "Repeats",
     "State",
 ]
@@ -66,6 +83,8 @@ CONNECTION_ERRORS = (SendFailedError, WorkerLostError, WorkerSuspectError)
 
 CallKey = tuple[int, int]
 """A request of another worker: that one's wire id, and the request's id, or a negative number if it has none."""
+
+log = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -363,3 +382,81 @@ class Call:
         abandon, self.abandon = self.abandon, None
         if abandon is not None:
             abandon()
+
+
+@final
+class FinalizerCalls:
+    """Knows whether the calling thread collects garbage, and sends calls on another one. Takes no lock."""
+
+    def __init__(self, executor: Executor, call_soon: Callable[..., None]) -> None:
+        """Looks at collections until `close`. `call_soon` has the event loop call something; it takes no lock."""
+        self.collecting: set[int] = set()
+        """The threads that collect garbage now. Mostly empty."""
+        self._executor = executor
+        self._call_soon = call_soon
+        self._callback = self._on_collection
+        gc.callbacks.append(self._callback)
+
+    def _on_collection(self, phase: str, _info: dict[str, int]) -> None:
+        """Is called by Python on the thread that collects."""
+        if phase == "start":
+            self.collecting.add(threading.get_ident())
+        else:
+            self.collecting.discard(threading.get_ident())
+
+    def is_collecting_here(self) -> bool:
+        """Returns whether the calling thread runs a finalizer in a garbage collection."""
+        return threading.get_ident() in self.collecting
+
+    def send(self, send: Callable[[], Future[Any]], worker: str, operation: str) -> Future[Any]:
+        """Has another thread send a call to a worker, and returns a future of the answer.
+
+        In the collection, a wait for it gets None at once if what the collection has interrupted may hold a lock.
+        """
+        answer = _FinalizerFuture(self._executor, worker, operation, self.is_collecting_here)
+        try:
+            self._call_soon(self._executor.submit, _send, send, answer)
+        except RuntimeError:  # the event loop has ended
+            raise NotInitializedError("the RPC agent of this finalizer has shut down") from None
+        return answer
+
+    def close(self) -> None:
+        """Looks at collections no longer."""
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._callback)
+
+
+class _FinalizerFuture(Future[Any]):
+    """The future of a call that a finalizer has made."""
+
+    def __init__(
+        self, executor: Executor, worker: str, operation: str, is_collecting_here: Callable[[], bool]
+    ) -> None:
+        super().__init__(executor, None, worker, operation)
+        self._is_collecting_here = is_collecting_here
+
+    def wait_for_answer(self, *, reads: bool = True) -> Any:  # noqa: ARG002
+        """Waits, unless a finalizer would wait for what it has interrupted."""
+        if not self.done() and self._is_collecting_here():
+            interrupted = under_finalizer()
+            if interrupted is None or may_have_lock(interrupted):
+                log.debug("a finalizer does not wait for %s on worker %s", self.operation, self.worker)
+                return None
+        return super().wait_for_answer(reads=False)  # another thread has sent it
+
+
+def _send(send: Callable[[], Future[Any]], answer: Future[Any]) -> None:
+    """Sends a call, whose answer completes another future."""
+    try:
+        sent = send()
+    except Exception as error:
+        answer.set_exception(error)
+    else:
+        sent.add_done_callback(lambda _: _complete(answer, sent))
+
+
+def _complete(answer: Future[Any], sent: Future[Any]) -> None:
+    if (error := error_of(sent)) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(sent.value())

@@ -37,13 +37,21 @@ from ..peers.flow_control import Waiter
 from ..peers.peer import Peer
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
-from .call import CONNECTION_ERRORS, MAX_KEPT_BYTES, MAX_TIMEOUT_MS, Call, CallParts, Repeats, State
+from .call import (
+    CONNECTION_ERRORS,
+    MAX_KEPT_BYTES,
+    MAX_TIMEOUT_MS,
+    Call,
+    CallParts,
+    FinalizerCalls,
+    Repeats,
+    State,
+)
 from .codec import Codec
-from .finalizer_calls import FinalizerCalls
 
 __all__ = ["Caller"]
 
-MAX_ORPHANS = 1 << 16
+_MAX_ORPHANS = 1 << 16
 """Requests that have failed because their worker was suspect, and whose answers may still come."""
 
 log = logging.getLogger(__name__)
@@ -127,7 +135,7 @@ class Caller(WorkerWatcher):
         timeout: float,
         packed: Packed,
         device_map: DeviceMap,
-        broadcast: Broadcast | None = None,
+        broadcast: Broadcast | None,
     ) -> Future[Any]:
         """Sends a request whose value is pickled for a device map. Extensions may change the list of its tensors.
 
@@ -147,27 +155,22 @@ class Caller(WorkerWatcher):
         broadcast: Broadcast | None = None,
     ) -> None:
         """Sends a call, when there is capacity for it. Raises what keeps it from being sent, or fails it."""
-        peer = call.peer
+        peer, is_sent = call.peer, False
         try:
             waiter = self._begin(call, request, packed, device_map)
             if waiter is not None:
                 with self._executor.blocking():
                     wait_interruptibly(waiter.woken.result)
-            self._go_on(call, peer, waiter, broadcast)
+            is_sent = self._go_on(call, peer, waiter, broadcast)
         except BaseException as error:
-            if broadcast is not None:
-                broadcast.not_sent(call.peer.channels)
             if not self._take_back_unsent(call, error):
                 raise
+        finally:
+            if broadcast is not None and not is_sent:
+                broadcast.not_sent(peer.channels)
 
     def _begin(
-        self,
-        call: Call,
-        request: Request,
-        packed: Packed,
-        device_map: DeviceMap,
-        *,
-        blocks: bool = True,
+        self, call: Call, request: Request, packed: Packed, device_map: DeviceMap, *, blocks: bool = True
     ) -> Waiter | None:
         """Makes the message of a call, registers it, and counts it as in flight.
 
@@ -189,12 +192,12 @@ class Caller(WorkerWatcher):
         if call.depth:
             envelope.depth = call.depth
         call.message = Outgoing(worker, envelope, *packed, None, handler.user_values, device_map)
-        if call.repeats is None:
+        if (repeats := call.repeats) is None:
             cancel = partial(self.cancel, identifier) if handler.cancellable else None
             read_answer = peer.transport.read_answer if peer.link is not None else None
             call.future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         else:
-            self._begin_attempt(call, call.repeats)
+            self._begin_attempt(call, repeats)
         self.in_flight[identifier] = call  # the answer may arrive before `send` returns
         if request.keep is not None:
             self.kept[identifier] = request.keep
@@ -213,7 +216,6 @@ class Caller(WorkerWatcher):
         return waiter
 
     def _queue(self, call: Call, waiter: Waiter) -> None:
-        """Has a call wait for capacity."""
         call.begin_wait(State.QUEUED, waiter.wake)
         if call.timeout:
             self._deadlines.add(waiter.identifier, call.timeout)
@@ -221,34 +223,29 @@ class Caller(WorkerWatcher):
         if waiter.identifier not in self.in_flight or call.peer.end is not None:
             waiter.wake()
 
-    def _go_on(self, call: Call, peer: Peer, waiter: Waiter | None, broadcast: Broadcast | None = None) -> None:
+    def _go_on(self, call: Call, peer: Peer, waiter: Waiter | None, broadcast: Broadcast | None = None) -> bool:
         """Sends a call that there is capacity for, or has it wait for its worker; not if it has ended.
 
-        By then another attempt may have begun, to another peer.
+        By then another attempt may have begun, to another peer. Returns whether it was sent.
         """
         message, identifier = call.message, call.identifier
         assert message is not None
         if waiter is not None:
             if waiter.identifier not in self.in_flight:
                 self._release_unsent(peer, waiter.identifier)
-                if broadcast is not None:
-                    broadcast.not_sent(call.peer.channels)
-                return
+                return False
             call.state = State.NEW
             if call.timeout:
                 call.tell_timeout(message.envelope)
         call.state = State.SENT
-        if not self._codec.try_to_send(call.peer, message, broadcast):
-            if broadcast is not None:
-                broadcast.not_sent(call.peer.channels)
+        is_sent = self._codec.try_to_send(call.peer, message, broadcast)
+        if not is_sent:
             self._postpone(call, message)
-            if call.timeout and waiter is None:
-                self._deadlines.add(identifier, call.timeout)
-            return
-        if message.nbytes > MAX_KEPT_BYTES or message.tensors or message.references:
+        elif message.nbytes > MAX_KEPT_BYTES or message.tensors or message.references:
             call.note_sent(message)
         if call.timeout and waiter is None:
             self._deadlines.add(identifier, call.timeout)
+        return is_sent
 
     def _release_unsent(self, peer: Peer, identifier: int) -> None:
         """Counts a call as not sent."""
@@ -266,10 +263,8 @@ class Caller(WorkerWatcher):
         is_taken = self.in_flight.pop(call.identifier, None) is not None
         if isinstance(error, SendFailedError) and is_taken:
             error = SendFailedError(call.peer.info.name, error.reason, call.handler.description)
-        is_of_call = isinstance(error, CONNECTION_ERRORS) or (
-            isinstance(error, Exception) and call.repeats is not None and call.repeats.attempts > 1
-        )
-        if is_of_call and isinstance(error, Exception):
+        is_repeated = call.repeats is not None and call.repeats.attempts > 1
+        if isinstance(error, Exception) and (is_repeated or isinstance(error, CONNECTION_ERRORS)):
             if is_taken:
                 self._fail(call, error, Outcome.NOT_SENT)
             return True
@@ -596,14 +591,9 @@ class Caller(WorkerWatcher):
         concerned: Collection[Call],
         failed: Collection[int],
     ) -> None:
-        """Fails calls to a worker that does not answer.
+        """Fails the calls concerned to a worker that does not answer; those with the ids `failed` have failed.
 
-        Args:
-            peer: the worker.
-            reason: how that was noticed.
-            unsent: the beginnings of the envelopes that have not left this process.
-            concerned: the calls.
-            failed: the ids of those that have failed before.
+        `unsent` has the beginnings of the envelopes that have not left this process.
         """
         for identifier in (*failed, *(call.identifier for call in concerned)):
             self._release(peer, identifier)  # first: callbacks may make calls that wait for capacity
@@ -614,7 +604,7 @@ class Caller(WorkerWatcher):
             outcome = call.outcome_without(unsent)
             if outcome is Outcome.UNKNOWN:
                 self._orphans[identifier] = peer
-                while len(self._orphans) > MAX_ORPHANS:
+                while len(self._orphans) > _MAX_ORPHANS:
                     self._orphans.popitem(last=False)
             self._fail(call, WorkerSuspectError(peer.info.name, reason), outcome)
 
@@ -653,8 +643,8 @@ class Caller(WorkerWatcher):
             self._take_and_fail(call, copy_error(error))
         self._closed_by = error
         for number in list(self._paused):
-            if (call_again := self._take_paused(number)) is not None and call_again.repeats is not None:
-                call_again.end(copy_error(error), call_again.repeats.outcome)
+            if (paused := self._take_paused(number)) is not None and paused.repeats is not None:
+                paused.end(copy_error(error), paused.repeats.outcome)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self.kept.clear()
 

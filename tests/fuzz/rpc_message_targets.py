@@ -22,6 +22,7 @@ from gradwire.errors import NotInitializedError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import AgentFactories, GrpcAgent
+from gradwire.rpc.calls.streams import Streams
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.collectives.rounds import RoundKey, RoundResult
 from gradwire.rpc.contracts.agent import holder
@@ -32,7 +33,6 @@ from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
-from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.parsing import parse_envelope
 from gradwire.tracing.recording import SETTINGS, ProfileRequest

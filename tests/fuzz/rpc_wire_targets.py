@@ -14,7 +14,7 @@ from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd, WorkerInfo
 from gradwire.rpc.membership.vouching import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.policy.value_readers import make_reader
-from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, merge_events, relabel
+from gradwire.rpc.profiling.sessions import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.grpc_endpoint import RefusedError
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.failures import decode_failure, encode_failure

@@ -62,7 +62,6 @@ RPC_ARROWS = {
     "calls": {"contracts", "execution", "profiling", "wire"},
     "collectives": {"contracts", "execution"},
     "profiling": {"contracts", "wire"},
-    "streaming": {"contracts", "execution", "wire"},
     "peers": {"channels", "contracts", "execution", "transports", "wire"},
     "requests": {"channels", "contracts", "execution", "peers", "policy", "transports", "wire"},
     "agent": {
@@ -75,7 +74,6 @@ RPC_ARROWS = {
         "policy",
         "profiling",
         "requests",
-        "streaming",
         "transports",
         "wire",
     },

@@ -15,8 +15,8 @@ from gradwire.rpc.peers.flow_control import Backlog, Backlogs
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until
+from tests.rpc.calls.generators import count_to
 from tests.rpc.requests.test_flow_control import KIB, MIB, connect, figures, limits
-from tests.rpc.streaming.generators import count_to
 from tests.stopped import stopped
 
 BOUND = 8 * MIB

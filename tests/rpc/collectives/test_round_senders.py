@@ -8,15 +8,15 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.calls.streams import Streams
 from gradwire.rpc.channels.broadcast import broadcasts, channel
 from gradwire.rpc.collectives import rounds
 from gradwire.rpc.collectives.rounds import ASK_RESULT, TELL_RESULT, RoundResult
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.streaming.streams import Streams
 
 from tests.remote_functions import wait_until
-from tests.rpc.streaming.generators import count_to
+from tests.rpc.calls.generators import count_to
 
 
 def tell(sender, receiver, kind: str, payload: object) -> Exception | None:

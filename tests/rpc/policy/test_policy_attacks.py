@@ -12,9 +12,9 @@ import torch
 from gradwire import rpc
 from gradwire.errors import PolicyError, RemoteUnpicklableError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.calls.streams import Streams
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.streaming.streams import Streams
 from gradwire.rpc.wire import script
 
 from tests.remote_functions import kept, wait_until

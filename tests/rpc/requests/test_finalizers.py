@@ -15,7 +15,7 @@ from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 
 from tests import remote_functions
 from tests.remote_functions import identity, keep, wait_until
-from tests.rpc.streaming.generators import count_to
+from tests.rpc.calls.generators import count_to
 
 Lock = type(threading.Lock())
 ENDS_OF_WALK = (type, types.ModuleType, types.FrameType, threading.Thread, threading.local)

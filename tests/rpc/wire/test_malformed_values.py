@@ -12,11 +12,11 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import Handler, MessageType
 from gradwire.rpc.profiling import extension as profiling
-from gradwire.rpc.profiling.events import events_to_tensor
+from gradwire.rpc.profiling.sessions import events_to_tensor
 from gradwire.rpc.wire.failures import decode_failure
 
 from tests.remote_functions import add
-from tests.rpc.streaming.generators import count_to
+from tests.rpc.calls.generators import count_to
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from gradwire.errors import SerializationError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.peers.peer import check_size
-from gradwire.rpc.profiling.events import events_from_tensor
+from gradwire.rpc.profiling.sessions import events_from_tensor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.parsing import (

@@ -18,16 +18,14 @@ from gradwire.errors import (
     WorkerSuspectError,
 )
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.calls.streams import Streams
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.streaming.streams import Streams
 from gradwire.rref import forks
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, event, set_event, wait_until
-from tests.rpc.peers import links
-from tests.rpc.requests.test_flow_control import figures, limits
-from tests.rpc.streaming.generators import (
+from tests.rpc.calls.generators import (
     after_event,
     count_to,
     fail_after,
@@ -40,6 +38,8 @@ from tests.rpc.streaming.generators import (
     yields_an_item_that_does_not_pickle,
     yields_an_item_that_does_not_unpickle,
 )
+from tests.rpc.peers import links
+from tests.rpc.requests.test_flow_control import figures, limits
 from tests.stopped import stopped
 
 MIB = 1 << 20

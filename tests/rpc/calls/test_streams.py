@@ -13,7 +13,7 @@ import torch
 from gradwire import autograd, rpc
 
 from tests.remote_functions import assert_clean, set_event, wait_until
-from tests.rpc.streaming.generators import (
+from tests.rpc.calls.generators import (
     all_kinds,
     count_slowly,
     count_to,

@@ -1,1 +1,0 @@
-"""`rpc_stream`: the items that a remote generator yields, one by one."""
