@@ -24,12 +24,25 @@ from .contracts.messages import MessageType, Request
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import PROCESS_ENDED, Member, WorkerInfo
 from .execution.futures import Future
-from .membership.addresses import ListenAddress, choose_address, find_directory, identity, unreachable_members
+from .membership.addresses import (
+    ListenAddress,
+    Presence,
+    choose_address,
+    find_directory,
+    identity,
+    presence_of,
+    unreachable_members,
+)
 from .membership.evictions import tell_of_change
-from .membership.members import check_device_maps, device_maps_as_text, exchange_members, formed_group, introduce
-from .membership.presence import Presence, presence_of
-from .membership.roster_log import RosterLog
-from .membership.vacancy import Vacancy
+from .membership.members import (
+    Vacancy,
+    check_device_maps,
+    device_maps_as_text,
+    exchange_members,
+    formed_group,
+    introduce,
+)
+from .membership.roster import RosterLog
 
 __all__ = ["AgentFactory", "greet", "start_agent"]
 

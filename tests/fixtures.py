@@ -16,7 +16,7 @@ from gradwire.rpc.contracts.agent import is_initialized
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 
 from tests import ports
 from tests.addresses import address_here

@@ -2,9 +2,9 @@
 
 A request goes straight down: `caller` has its value pickled and registers it, `codec` encodes it (the extensions
 add their headers) and puts tensor bytes into channels, and the receiver's `Peer` has its transport send the
-envelope. A message goes straight up: the sender's `Peer` collects its payloads, `dispatcher` hands it to a thread
-of the executor, and there `server` decodes it, runs its handler and sends the answer, or `caller` completes the
-call that it answers. A thread that waits for an answer may read it itself.
+envelope. A message goes straight up: the sender's `Peer` collects its payloads, the dispatcher hands it to a
+thread of the executor, and there `server` decodes it, runs its handler and sends the answer, or `caller` completes
+the call that it answers. A thread that waits for an answer may read it itself.
 """
 
 import time
@@ -20,10 +20,11 @@ from ...c10d.stores.views import PrefixStore
 from ...errors import NotInitializedError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.broadcasts import BroadcastDependencies
+from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import CANCELLED, ControlValues, Destination, RpcAgent, holder
 from ..contracts.extension import ExtensionFactory
-from ..contracts.messages import Incoming, MessageType, Outgoing, Request
+from ..contracts.messages import CANCEL, CONTROL, ERROR, RESULT, Incoming, MessageType, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import SHUT_DOWN, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..contracts.worker_events import WorkerEvents
@@ -31,21 +32,19 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.timers import Deadlines, DeadlinesFactory, Scheduler, SerialThread, Task
 from ..membership.addresses import ListenAddress, connectable
-from ..membership.roster_log import RosterLog
+from ..membership.roster import RosterLog
 from ..peers.control import ControlStreams
 from ..peers.flow_control import MIN_ANSWER_BYTES, Backlogs, FlowControl
 from ..peers.link import FailureLog
-from ..peers.peer import Peer, sum_up
+from ..peers.peer import Pause, Peer, sum_up
 from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
 from ..requests.codec import CONFIRMED, Codec, Extensions, Values
 from ..requests.multi_sender import MultiSender
 from ..requests.server import MIN_WAIT_S, ServedCalls, Server
 from ..wire.pickling import Packer
-from .dispatcher import Dispatcher
 from .network import Network
-from .quiescence import Quiescence
-from .shutdown import Shutdown
+from .shutdown import Quiescence, Shutdown
 
 __all__ = ["AgentFactories", "GrpcAgent"]
 
@@ -54,6 +53,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 HASTY_CLOSE_TIMEOUT_S = 0.5
 """The same if it has not waited for its calls to end."""
+
+_ANSWERS = frozenset({RESULT, ERROR})
 
 E = TypeVar("E")
 
@@ -143,7 +144,7 @@ class GrpcAgent(RpcAgent):
         self._extensions.add_handlers(self._all_gather_service.handlers())
         self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
         self._control.on(CANCELLED, self._server.on_cancelled, is_quick=True)
-        self._dispatcher = Dispatcher(self._caller, self._server, self._control, self._extensions, self._executor)
+        self._dispatcher = _Dispatcher(self._caller, self._server, self._control, self._extensions, self._executor)
         self._watchers: list[WorkerWatcher] = [
             self._server,  # first: nothing of a lost worker begins after the program has been told
             self.worker_events,
@@ -441,3 +442,79 @@ class GrpcAgent(RpcAgent):
         if self._group_store is not None:  # which would keep a store of torch's, its server and its port
             self._group_store.close()
         holder.clear(self)
+
+
+@final
+class _Dispatcher:
+    """Hands answers to the calls that wait for them, and requests to the server: a MessageListener."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        server: Server,
+        control: ControlStreams,
+        extensions: Extensions,
+        executor: Executor,
+    ) -> None:
+        """Makes the dispatcher of one agent."""
+        self._caller = caller
+        self._server = server
+        self._control = control
+        self._extensions = extensions
+        self._executor = executor
+
+    def on_announced(self, peer: Peer, envelope: agent_pb2.Envelope) -> Pause:
+        """Handles an envelope whose payloads have not arrived yet."""
+        self._take_control(peer, envelope)
+        self._server.arrive(peer, envelope)
+        return peer.received.pause
+
+    def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
+        """Handles a message whose payloads will not arrive."""
+        self._server.calls.cancel((peer.id, envelope.id))
+
+    def on_message(
+        self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
+    ) -> Pause:
+        """Handles a message that has arrived."""
+        kind = envelope.type
+        if not announced and envelope.HasField("control") and self._control.receive(peer.control, envelope):
+            if kind == CONTROL:
+                self._executor.submit(self._control.process, peer.control)
+            elif kind in _ANSWERS or kind == CANCEL:
+                self._control.process_later(peer.control)
+            # else whoever serves the request does it first
+        if kind == CONTROL:
+            pass  # it has nothing else
+        elif kind == CANCEL:
+            self._server.cancel(peer, envelope.id)
+        elif kind in _ANSWERS:
+            self._caller.receive(peer, envelope, payloads)
+        else:
+            call = self._server.find(peer, envelope) if announced else self._server.arrive(peer, envelope)
+            call.payloads = payloads
+            pause = peer.received.add(nbytes)
+            self._executor.submit(self._server.serve, call)
+            return pause
+        return None
+
+    def on_rejected(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
+        """Handles a message that cannot be read."""
+        self._take_control(peer, envelope)
+        pause = peer.received.add(0)
+        self._executor.submit(self._reject, peer, envelope, error)
+        return pause
+
+    def _take_control(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
+        """Takes the control messages of an envelope whose message is not served now."""
+        if envelope.HasField("control") and self._control.receive(peer.control, envelope):
+            self._control.process_later(peer.control)
+
+    def _reject(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Runs on a thread of the executor."""
+        peer.received.begin()
+        self._extensions.on_decode_error(peer.info, envelope, error)
+        if envelope.type in _ANSWERS:
+            self._caller.on_rejected(peer, envelope, error)
+        else:
+            self._server.reject(peer, envelope, error)

@@ -21,10 +21,8 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.executor import Executor
 from ..membership.addresses import ListenAddress
-from ..membership.evictions import Evictions
-from ..membership.roster_follower import RosterFollower
-from ..membership.roster_log import RosterLog
-from ..membership.vouching import Vouching
+from ..membership.evictions import Evictions, RosterFollower, Vouching
+from ..membership.roster import RosterLog
 from ..peers.link import Links
 from ..peers.peer import MessageListener, Peer, PeerParts
 from ..peers.peers import Peers
@@ -88,7 +86,7 @@ class Network:
     async def _build(self, group: str) -> None:
         loop, executor, limits = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
-        self._follower = RosterFollower(self._roster, self.peers, self, executor)
+        self._follower = RosterFollower(self._roster, self.peers, self.add, self.let_in, executor)
         self._handshake = Handshake(group, self.me, self.peers.by_id, self._follower.learn, self._endpoint)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)

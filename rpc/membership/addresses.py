@@ -1,15 +1,17 @@
-"""Chooses the address a worker listens on, and checks whether the members can reach each other."""
+"""Where workers listen, whether they can reach each other, and whether one of them lives."""
 
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import final
 
 from ...c10d.stores.views import store_host
 from ...c10d.torch_types import TorchStore
 from ...errors import ProcessGroupError, RpcError, StoreError
 from ...net.addresses import is_loopback, is_numeric, is_tcp_address, resolve
+from ...net.host_identity import network_id
 from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
 from ...net.listening import ANY_PORT, PortRange
 from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
@@ -18,13 +20,21 @@ from ..contracts.worker import Member
 
 __all__ = [
     "ListenAddress",
+    "Presence",
     "check_consent",
     "choose_address",
     "connectable",
     "find_directory",
     "identity",
+    "presence_of",
     "unreachable_members",
 ]
+
+PROBE_TIMEOUT_S = 5.0
+"""Seconds that a member may take to answer, when a worker that wants its name checks that it lives."""
+
+_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
+"""What a gRPC client says first. Whatever listens answers it, or hangs up."""
 
 
 @final
@@ -183,6 +193,35 @@ def connectable(members: Sequence[Member], *, insecure: bool) -> Callable[[Itera
     return may_form
 
 
+class Presence(Enum):
+    """What is known of a member."""
+
+    ALIVE = auto()
+    """It answers, or cannot be asked from here."""
+    SILENT = auto()
+    """It does not answer, and its process may live."""
+    GONE = auto()
+    """Its process has ended: nobody listens at its address."""
+
+
+def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIMEOUT_S) -> Presence:
+    """Returns what can be found out of a member in some seconds, by a worker that listens at `where`."""
+    is_here = member.network == network_id() and member.directory == identity(where.directory)
+    if not is_here and (member.has_unix_socket or is_local(member.host)):
+        return Presence.ALIVE  # as far as can be told: elsewhere its address means something else
+    try:
+        with _connect(where.reach(member.address), seconds) as connection:
+            connection.sendall(_OPENING)
+            connection.recv(1)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return Presence.GONE
+    except (ConnectionResetError, BrokenPipeError):
+        return Presence.ALIVE
+    except OSError:
+        return Presence.SILENT
+    return Presence.ALIVE
+
+
 def _open_directory() -> SocketDirectory:
     directory = SocketDirectory.of_this_user()
     directory.sweep()
@@ -232,3 +271,17 @@ def _own_address(host: str) -> str:
             f"host is {host!r}, where this worker cannot listen ({error.strerror}): give an address of this "
             "machine, or leave host out"
         ) from error
+
+
+def _connect(target: str, seconds: float) -> socket.socket:
+    if not target.startswith(UNIX_SCHEME):
+        host, _, port = target.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), seconds)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(seconds)
+    try:
+        connection.connect(target.removeprefix(UNIX_SCHEME))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,4 +1,13 @@
-"""Evicts workers that have not come back, and follows the log of the group when others say that it has changed."""
+"""Follows the log of a group, and evicts the members that have not come back.
+
+A hello may say that its sender knows more of the log. It is not trusted: the entries are read from the store, and
+compared with the digest in the hello. A control message says that there is another entry, too.
+
+Before a worker evicts a member to which it has never been connected, the other members are asked about it: one
+that cannot reach a member does not know whether the member is dead or only out of its reach. The member stays if
+one of them is connected to it, or may be connected again, or gets an answer from it; and also unless more than
+half of the others can be asked.
+"""
 
 import asyncio
 import concurrent.futures
@@ -6,18 +15,39 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from enum import Enum, auto
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+import grpc
+from google.protobuf.message import DecodeError
+
+from ...errors import LossCause
+from ...net.event_loop import acquire_event_loop
+from ...proto.v1 import agent_pb2
 from ..contracts.agent import ControlMessages
-from ..contracts.worker import Member, WorkerInfo
+from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import SHUT_DOWN, Member, RosterVersion, WorkerEnd, WorkerInfo
 from ..execution.executor import Executor
+from ..peers.link import LinkState
 from ..peers.peers import Peers
-from .roster import RosterError
-from .roster_follower import RosterFollower
-from .vouching import Verdict
+from ..transports.grpc_endpoint import VOUCH_METHOD, GrpcEndpoint, RefusedError
+from ..transports.liveness import Reach, probe
+from .addresses import ListenAddress, Presence, presence_of
+from .roster import Departed, RosterError, RosterLog
 
-__all__ = ["CONTROL_KINDS", "Evictions", "tell_of_change"]
+__all__ = [
+    "CONTROL_KINDS",
+    "Evictions",
+    "RosterFollower",
+    "Verdict",
+    "Vote",
+    "Vouching",
+    "ask_before_joining",
+    "parse_question",
+    "tell_of_change",
+    "verdict_of",
+]
 
 ROSTER_CHANGED = "roster.changed"
 """Says that the log of the group has another entry. It does not say which: its receiver reads the store."""
@@ -31,16 +61,295 @@ MAX_PAUSE_S = 30.0
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that the other members may take to say what they know of one, in sum."""
 
-AskOthers = Callable[[WorkerInfo, Sequence[Member]], Coroutine[Any, Any, Verdict]]
-"""Asks other members about one; see vouching.py."""
-
 TICK_S = 15.0
 """Seconds between looks at the clock, unless a quarter of the lease is shorter."""
 
-Step = Callable[[bool], None]
+MAX_REQUEST_BYTES = 4 << 10
+"""Bytes of a question: two names and a number."""
+
+MAX_QUESTIONS = 64
+"""Questions that may wait for an answer of a member, which is asked once at a time; others get none."""
+
+MAX_ASKED = 32
+"""Members that are asked at a time."""
+
+ASK_TIMEOUT_S = 10.0
+"""Seconds that a member may take to answer, which may have to look for PROBE_TIMEOUT_S itself."""
+
+PROBE_TIMEOUT_S = 2.0
+"""Seconds in which the host of one that does not answer has to say whether anybody listens."""
+
+T = TypeVar("T")
+
+_Step = Callable[[bool], None]
 """Reads the store or writes to it, on a thread of the executor; takes whether it has been tried before."""
 
 log = logging.getLogger(__name__)
+
+
+@final
+class _SerialCalls:
+    """Runs blocking calls on threads of the executor, one at a time. Used on the event loop only."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._running = asyncio.Lock()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Calls a function on a thread when the calls before it have ended; returns its result.
+
+        If the caller is cancelled, a call that has not begun is dropped. One that runs goes on, and those after it
+        wait for its end: else each caller that does not wait for long would leave one more blocked thread behind.
+        """
+        await self._running.acquire()
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        ended = asyncio.wrap_future(result)
+        ended.add_done_callback(self._on_end)
+        try:
+            self._executor.submit_urgent(_call, function, result)
+            return await asyncio.shield(ended)
+        finally:
+            result.cancel()  # does nothing if the call has begun
+
+    def _on_end(self, ended: "asyncio.Future[Any]") -> None:
+        self._running.release()
+        if not ended.cancelled():
+            ended.exception()  # asyncio would log an error that no caller waits for
+
+
+def _call(function: Callable[[], T], result: "concurrent.futures.Future[T]") -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(function())
+    except Exception as error:
+        result.set_exception(error)
+
+
+@final
+class RosterFollower:
+    """Compares the log with what is known here. Used on the event loop, but for `begin`."""
+
+    def __init__(
+        self,
+        roster: RosterLog,
+        peers: Peers,
+        add: Callable[[Member], None],
+        let_in: Callable[[], None],
+        executor: Executor,
+    ) -> None:
+        """Changes nothing yet.
+
+        Args:
+            roster: the log.
+            peers: those that are known here.
+            add: adds a member that is unknown here.
+            let_in: has this worker say in its hellos how far it knows the log, and accept the members.
+            executor: its threads wait for the store, for `learn` one at a time.
+        """
+        self.roster = roster
+        self._peers = peers
+        self._add, self._let_in = add, let_in
+        self._reads = _SerialCalls(executor)
+        self._is_closed = False
+
+    def begin(self, members: Sequence[Member]) -> None:
+        """Adds the first members, and the former ones; nobody is let in yet."""
+        self._add_departed(self.roster.departed().values())
+        for member in sorted(members, key=lambda member: member.info.wire_id):
+            self._add(member)
+
+    async def learn(self, version: RosterVersion) -> None:
+        """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
+        try:
+            await self._reads.run(partial(self.roster.learn, version))
+        except RosterError as error:
+            raise RefusedError(f"worker {self._peers.me.name!r} refuses a roster: {error}") from None
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes in all changes that are unknown here: other threads may have read some of them."""
+        if self._is_closed:
+            return
+        departed, known = self.roster.departed(), self._peers.by_id
+        joined = [member for member in self.roster.members() if member.info.wire_id not in known]
+        self._add_departed(departed.values())
+        for member in joined:
+            self._add(member)
+        self._let_in()
+        for wire_id, each in departed.items():
+            if wire_id in known and wire_id != self._peers.me.wire_id:
+                peer = known[wire_id]
+                if each.was_removed:
+                    peer.on_closed(WorkerEnd(LossCause.DISCONNECTED, each.why))
+                elif not peer.is_connected:  # else it says goodbye itself
+                    peer.on_closed(SHUT_DOWN)
+        if (me := departed.get(self._peers.me.wire_id)) is not None and me.was_removed:
+            for peer in self._peers.all():
+                peer.evicted(self._peers.me.name, me.reason or me.why)
+        for member in joined:
+            if (link := self._peers.of(member.info).link) is not None:
+                link.tell_joined()
+
+    def close(self) -> None:
+        """Takes in nothing any more. Called on any thread."""
+        self._is_closed = True
+
+    def _add_departed(self, departed: Iterable[Departed]) -> None:
+        """Adds former members of a static group that are unknown here, because there may be references to them."""
+        for each in () if self.roster.dynamic else departed:
+            if each.member.info.wire_id not in self._peers.by_id:
+                self._add(each.member)
+                self._peers.of(each.member.info).mark_lost(WorkerEnd(LossCause.DISCONNECTED, each.why))
+
+
+class Vote(Enum):
+    """What a member says of another one."""
+
+    VOUCHES = auto()
+    """It is connected to it, or gets an answer."""
+    DENIES = auto()
+    """Neither of that."""
+    ABSENT = auto()
+    """It cannot be asked."""
+    GONE = auto()
+    """Its process has ended, so it is not counted."""
+
+
+class Verdict(Enum):
+    """What the members say of another one together."""
+
+    STAYS = "another member is connected to it, or gets an answer from it"
+    UNDECIDED = "no more than half of the other members can be asked about it"
+    SILENT = "more than half of the other members were asked, and none of them vouches for it"
+
+
+def verdict_of(votes: Iterable[Vote]) -> Verdict:
+    """Returns what the members but one say of that one. It is undecided if there are no others."""
+    counted = [vote for vote in votes if vote is not Vote.GONE]
+    if Vote.VOUCHES in counted:
+        return Verdict.STAYS
+    return Verdict.SILENT if 2 * counted.count(Vote.DENIES) > len(counted) else Verdict.UNDECIDED
+
+
+def parse_question(data: bytes) -> agent_pb2.VouchRequest:
+    """Parses the question of another worker. Raises RefusedError if it is too long, or malformed."""
+    if len(data) > MAX_REQUEST_BYTES:
+        raise RefusedError(f"the question has {len(data)} bytes, of {MAX_REQUEST_BYTES} at most")
+    try:
+        return agent_pb2.VouchRequest.FromString(data)
+    except DecodeError:
+        raise RefusedError("the message is no question") from None
+
+
+async def _ask(
+    endpoint: GrpcEndpoint, group: str, me: str, worker: WorkerInfo, members: Iterable[Member]
+) -> Verdict:
+    """Asks members about another one, by an endpoint that need not listen; returns what they say together."""
+    question = agent_pb2.VouchRequest(group=group, worker_name=me, member_id=worker.wire_id)
+    limit, request = asyncio.Semaphore(MAX_ASKED), question.SerializeToString()
+
+    async def ask_one(member: Member) -> Vote:
+        async with limit:
+            return await _ask_one(endpoint, request, member)
+
+    return verdict_of(await asyncio.gather(*map(ask_one, members)))
+
+
+def ask_before_joining(
+    name: str,
+    options: RpcBackendOptions,
+    where: ListenAddress,
+    group: str,
+    worker: WorkerInfo,
+    others: Iterable[Member],
+) -> Verdict:
+    """Asks members about another one on behalf of a worker that is none yet, and waits for what they say together.
+
+    The name, options and address (`where`) are those of the worker that wants to join.
+    """
+    events = acquire_event_loop()
+    try:
+        endpoint = GrpcEndpoint(name, options.find_credentials(), options.liveness)
+        endpoint.reach = where.reach
+        try:
+            return events.run(_ask(endpoint, group, name, worker, others))
+        finally:
+            endpoint.audit.close()
+    finally:
+        events.release()
+
+
+async def _ask_one(endpoint: GrpcEndpoint, request: bytes, member: Member) -> Vote:
+    try:
+        channel = endpoint.channel(member.info.name, member.address)
+        try:
+            reply = await channel.unary_unary(VOUCH_METHOD)(request, timeout=ASK_TIMEOUT_S)
+        finally:
+            await channel.close()
+        return Vote.VOUCHES if agent_pb2.VouchReply.FromString(reply).vouches else Vote.DENIES
+    except (OSError, grpc.RpcError, DecodeError):
+        found = await probe(asyncio.get_running_loop(), endpoint.reach, member.address, PROBE_TIMEOUT_S)
+        return Vote.GONE if found is Reach.GONE else Vote.ABSENT
+
+
+@final
+class Vouching:
+    """Answers the questions of other workers, and asks them. Used on the event loop only."""
+
+    def __init__(
+        self,
+        group: str,
+        endpoint: GrpcEndpoint,
+        peers: Peers,
+        executor: Executor,
+    ) -> None:
+        """Has been asked nothing yet. The endpoint knows who asks; threads of the executor wait for members."""
+        self.where: ListenAddress | None = None
+        """At which this worker listens."""
+        self._group = group
+        self._endpoint = endpoint
+        self._peers = peers
+        self._looks = _SerialCalls(executor)
+        self._questions = 0
+
+    async def ask_others(self, worker: WorkerInfo, others: Iterable[Member]) -> Verdict:
+        """Asks other members about one; returns what they say together."""
+        return await _ask(self._endpoint, self._group, self._peers.me.name, worker, others)
+
+    async def serve(self, data: bytes, context: Any) -> bytes:
+        """Serves the Vouch method of the agent's gRPC service."""
+        peer, claimed = self._endpoint.on_stream(context), ""
+        self._questions += 1
+        try:
+            if self._questions > MAX_QUESTIONS:
+                raise RefusedError("too many questions", grpc.StatusCode.UNAVAILABLE)
+            request = parse_question(data)
+            claimed = request.worker_name
+            if reason := self._endpoint.why_refused(context, claimed):
+                raise RefusedError(reason)
+            if request.group != self._group:
+                raise RefusedError("it asks about a member of another job")
+            vouches = await self._vouches(request.member_id)
+        except RefusedError as refusal:
+            self._endpoint.audit.deny("agent", refusal, peer=peer, worker=claimed)
+            await context.abort(refusal.code, str(refusal))
+            raise  # never reached: abort raises
+        finally:
+            self._questions -= 1
+        return agent_pb2.VouchReply(vouches=vouches).SerializeToString()
+
+    async def _vouches(self, wire_id: int) -> bool:
+        if wire_id == self._peers.me.wire_id:
+            return True
+        peer = self._peers.by_id.get(wire_id)
+        if peer is None:
+            raise RefusedError("this worker does not know the member", grpc.StatusCode.UNAVAILABLE)
+        if peer.link is None or peer.link.state is LinkState.UNCONNECTED:
+            assert self.where is not None  # else nobody could ask
+            # Whether the member answers, or cannot be asked from here.
+            return await self._looks.run(partial(presence_of, peer.member, self.where)) is Presence.ALIVE
+        return peer.link.state is not LinkState.LOST
 
 
 def tell_of_change(control: ControlMessages, workers: Iterable[WorkerInfo]) -> None:
@@ -69,7 +378,7 @@ class Evictions:
         peers: Peers,
         follower: RosterFollower,
         lease: float,
-        ask_others: AskOthers,
+        ask_others: Callable[[WorkerInfo, Sequence[Member]], Coroutine[Any, Any, Verdict]],
     ) -> None:
         """Evicts nobody yet.
 
@@ -131,7 +440,7 @@ class Evictions:
 
     # On threads of the executor.
 
-    def _run(self, step: Step, pause: float) -> None:
+    def _run(self, step: _Step, pause: float) -> None:
         """Takes a step, again after a pause if the store does not answer; `pause` is the last one, in seconds."""
         try:
             step(pause > 0)
@@ -208,7 +517,7 @@ class Evictions:
             self.read()
         self._ticking = self._loop.call_later(self._tick_s, self._tick, now)
 
-    def _retry(self, step: Step, pause: float) -> None:
+    def _retry(self, step: _Step, pause: float) -> None:
         if self._is_closed:
             return
 

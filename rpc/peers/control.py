@@ -6,7 +6,7 @@ the next envelope of its own how far it is. What it has not acknowledged is sent
 sent, or was taken back, and when a connection has broken; nothing else loses envelopes, so there are no timers.
 
 What is not urgent waits for other messages to the worker, and so does what a worker says of those that it has
-processed. The control thread sends an envelope for what has waited for LINGER_S (execution/scheduler.py), and for
+processed. The control thread sends an envelope for what has waited for LINGER_S (execution/timers.py), and for
 urgent messages at once.
 """
 

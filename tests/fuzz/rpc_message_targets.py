@@ -30,7 +30,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.wire.failures import encode_failure

@@ -14,8 +14,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import Member, RosterVersion
-from gradwire.rpc.membership.roster import RosterError
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterError, RosterLog
 from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.wire.pickling import Packer
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd, WorkerInfo
-from gradwire.rpc.membership.vouching import MAX_REQUEST_BYTES, parse_question
+from gradwire.rpc.membership.evictions import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.policy.value_readers import make_reader
 from gradwire.rpc.profiling.sessions import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.grpc_endpoint import RefusedError

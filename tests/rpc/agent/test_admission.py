@@ -19,7 +19,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.transports import grpc_endpoint, sockets
 from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, PROTOCOL, TRANSFER_METHOD, GrpcEndpoint, aio
 from gradwire.rpc.transports.grpc_stream import StreamState

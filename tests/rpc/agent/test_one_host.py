@@ -21,7 +21,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import Member
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, aio
 
 from tests.hosts import MEMORY, separate, why_unavailable

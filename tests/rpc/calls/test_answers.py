@@ -12,7 +12,7 @@ from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import RESULT
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 
 from tests.addresses import address_here
 from tests.remote_functions import set_event, wait_for

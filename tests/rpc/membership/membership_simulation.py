@@ -22,12 +22,9 @@ from gradwire.rpc.contracts.options import Liveness
 from gradwire.rpc.contracts.worker import PROCESS_ENDED, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.grpc_backend import greet
 from gradwire.rpc.membership import evictions as evictions_module
-from gradwire.rpc.membership.addresses import ListenAddress
-from gradwire.rpc.membership.evictions import Evictions
-from gradwire.rpc.membership.presence import Presence
-from gradwire.rpc.membership.roster_follower import RosterFollower
-from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.membership.vouching import Verdict, Vote, verdict_of
+from gradwire.rpc.membership.addresses import ListenAddress, Presence
+from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vote, verdict_of
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.peers.link import Links, LinkState
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.peers.peers import Peers
@@ -127,7 +124,7 @@ class SimulatedWorker(WorkerWatcher):
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         endpoint: Any = _Endpoint(self)
         self.peers = Peers(info)
-        self.follower = RosterFollower(roster, self.peers, self, self)  # type: ignore[arg-type]
+        self.follower = RosterFollower(roster, self.peers, self.add, self.let_in, self)  # type: ignore[arg-type]
         self.handshake = Handshake(group.name, info, self.peers.by_id, self.follower.learn, endpoint)
         self.evictions = Evictions(
             group.loop,
@@ -163,7 +160,7 @@ class SimulatedWorker(WorkerWatcher):
     def submit_urgent(self, function: Callable[..., None], *args: Any) -> None:
         self.group.later(self, function, *args)
 
-    # A Membership.
+    # What changes with the members.
 
     def add(self, member: Member) -> None:
         self.peers.add(Peer(member, self._parts, is_me=member.info == self.info))
@@ -394,7 +391,7 @@ class SimulatedGroup:
         return Presence.ALIVE if target.is_running else Presence.GONE
 
     def _is_agreed(self, evictions: Evictions, peer: WorkerInfo) -> bool:
-        """Asks all others about a member, as vouching.py does, but at one moment."""
+        """Asks all others about a member, as evictions.py does, but at one moment."""
         me = self.workers[evictions._peers.me.wire_id]
         verdict = verdict_of(
             self._vote(me, self.workers[member.info.wire_id], peer)

@@ -15,8 +15,8 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.worker import Member
-from gradwire.rpc.membership import roster_log
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership import roster
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.transports import grpc_endpoint
 
 from tests import remote_functions
@@ -158,7 +158,7 @@ def threads() -> list[str]:
 
 def shut_down_without_an_answer_of_the_store() -> None:
     answered = threading.Event()
-    roster_log.LEAVE_TIMEOUT_S = 0.01
+    roster.LEAVE_TIMEOUT_S = 0.01
     RosterLog._append = lambda log, _entry: answered.wait(60) and log._roster.members.clear()
     rpc.shutdown()
     assert not answered.is_set()

@@ -7,7 +7,7 @@ from gradwire import rpc
 from gradwire.c10d import HashStore, TCPStore
 from gradwire.errors import EvictedError, RendezvousError, RpcError, StoreNetworkError, WorkerLostError
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import RosterLog
 
 from tests.remote_functions import add, wait_until
 from tests.stopped import stopped

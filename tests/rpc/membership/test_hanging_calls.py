@@ -13,12 +13,10 @@ from gradwire.net.event_loop import acquire_event_loop
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.membership import vouching
-from gradwire.rpc.membership.evictions import Evictions
-from gradwire.rpc.membership.presence import Presence
-from gradwire.rpc.membership.roster_follower import RosterFollower
-from gradwire.rpc.membership.roster_log import RosterLog
-from gradwire.rpc.membership.vouching import Verdict, Vouching
+from gradwire.rpc.membership import evictions
+from gradwire.rpc.membership.addresses import Presence
+from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vouching
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake
 
@@ -65,8 +63,7 @@ def follower(
     log: RosterLog, executor: Executor, let_in: Any = lambda: None, peers: Peers | None = None
 ) -> RosterFollower:
     known = peers or Peers(ME, dynamic=True)
-    membership: Any = SimpleNamespace(add=lambda new: known.add(silent_peer(new.info)), let_in=let_in)
-    return RosterFollower(log, known, membership, executor)
+    return RosterFollower(log, known, lambda new: known.add(silent_peer(new.info)), let_in, executor)
 
 
 class HangingStore(HashStore):
@@ -152,7 +149,7 @@ def test_a_question_that_is_cancelled_leaves_its_look_in_place(executor, monkeyp
         looking.wait()
         return Presence.ALIVE
 
-    monkeypatch.setattr(vouching, "presence_of", look)
+    monkeypatch.setattr(evictions, "presence_of", look)
     endpoint: Any = SimpleNamespace(
         on_stream=lambda _: "peer", why_refused=lambda *_: "", audit=SimpleNamespace(deny=lambda *_, **__: None)
     )

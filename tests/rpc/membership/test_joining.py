@@ -11,7 +11,7 @@ from gradwire.errors import EvictedError, RendezvousError, WorkerLostError
 from gradwire.rpc import grpc_backend
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.membership.addresses import ListenAddress
-from gradwire.rpc.membership.vouching import Verdict, Vote, Vouching, ask_before_joining, verdict_of
+from gradwire.rpc.membership.evictions import Verdict, Vote, Vouching, ask_before_joining, verdict_of
 
 from tests.addresses import address_here
 from tests.remote_functions import identity, wait_until

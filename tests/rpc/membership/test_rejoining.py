@@ -237,8 +237,7 @@ def test_spawn_starts_workers_of_static_groups_again(tmp_path):
 @pytest.mark.parametrize("listens", [True, False])
 def test_what_answers_nothing_is_silent_and_what_refuses_is_gone(listens):
     from gradwire.rpc.contracts.worker import Member, WorkerInfo
-    from gradwire.rpc.membership.addresses import ListenAddress
-    from gradwire.rpc.membership.presence import Presence, presence_of
+    from gradwire.rpc.membership.addresses import ListenAddress, Presence, presence_of
 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -251,8 +250,7 @@ def test_what_answers_nothing_is_silent_and_what_refuses_is_gone(listens):
 def test_a_link_local_address_is_asked_on_its_interface():
     from gradwire.net.addresses import format_address
     from gradwire.rpc.contracts.worker import Member, WorkerInfo
-    from gradwire.rpc.membership.addresses import ListenAddress
-    from gradwire.rpc.membership.presence import Presence, presence_of
+    from gradwire.rpc.membership.addresses import ListenAddress, Presence, presence_of
 
     every = [each.address for interface in psutil.net_if_addrs().values() for each in interface]
     host = next((each for each in every if each.startswith("fe80:") and "%" in each), None)

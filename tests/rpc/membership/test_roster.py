@@ -11,8 +11,7 @@ from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
 from gradwire.proto.v1.store_pb2 import Operation, Outcome
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
-from gradwire.rpc.membership.roster import Roster, RosterError
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.roster import Roster, RosterError, RosterLog
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import LossCause
 from gradwire.rpc.contracts.worker import RosterVersion, WorkerInfo
-from gradwire.rpc.membership.roster_follower import RosterFollower
-from gradwire.rpc.membership.roster_log import RosterLog
+from gradwire.rpc.membership.evictions import RosterFollower
+from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.peers.peers import Peers
 from gradwire.rpc.transports.grpc_stream import end_of_error
 
@@ -34,8 +34,8 @@ class OneTask:
 def test_a_roster_whose_connection_broke_is_not_waited_for():
     async def check() -> None:
         executor: Any = OneTask()
-        roster, membership = RosterLog(HashStore(), "group"), None
-        follower = RosterFollower(roster, Peers(WorkerInfo("a", 0)), membership, executor)  # type: ignore[arg-type]
+        roster, peers = RosterLog(HashStore(), "group"), Peers(WorkerInfo("a", 0))
+        follower = RosterFollower(roster, peers, lambda _member: None, lambda: None, executor)
         learning = asyncio.ensure_future(follower.learn(RosterVersion(1)))
         await asyncio.sleep(0)
         learning.cancel()
