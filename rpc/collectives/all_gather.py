@@ -176,8 +176,7 @@ class AllGatherService(WorkerWatcher):
     def __init__(self, agent: RpcAgent) -> None:
         """Args: agent: the agent of this worker."""
         self._agent = agent
-        self._lock = threading.Lock()
-        self._round_locks: dict[Series, threading.Lock] = defaultdict(threading.Lock)
+        self._round_locks: dict[Series, threading.Lock] = {}
         """Held while a round of the series runs on this worker."""
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
@@ -259,8 +258,7 @@ class AllGatherService(WorkerWatcher):
         On each worker the rounds of a series run one after another, so a round depends on no older result than
         that of the round before it.
         """
-        with self._lock:
-            round_lock = self._round_locks[series]
+        round_lock = self._round_locks.setdefault(series, threading.Lock())
         with self._agent.blocking():
             if not round_lock.acquire(timeout=max(0.0, deadline - time.monotonic()) if deadline else -1):
                 activity = f"{operation} waits for an earlier collective among the same workers to end on"
@@ -344,8 +342,7 @@ class AllGatherService(WorkerWatcher):
                     self._leader.ask_missing(round_.key)
             result: RoundResult = answer.wait()
         except RpcTimeoutError:
-            missing = self._missing_members(round_, leader)
-            raise RpcTimeoutError(", ".join(missing), round_.timeout) from None
+            raise RpcTimeoutError(", ".join(self._missing_members(round_, leader)), round_.timeout) from None
         return result
 
     def _wait_to_resend(self, round_: Round, leader: int, error: RpcError) -> None:

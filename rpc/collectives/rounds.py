@@ -314,8 +314,7 @@ class RoundLeader:
             me = self._agent.info.wire_id
             for member in sorted(open_round.answers, key=me.__eq__):
                 open_round.answers[member].set_result(result)
-        for leader in askers:
-            self._agent.control.send(self._agent.incarnation(leader), TELL_RESULT, (key, result))
+        self._tell(askers, key, result)
 
     def discard_asker(self, key: RoundKey, leader: int) -> None:
         """Sends a leader no result that it has asked for, because it gets this worker's value instead."""
@@ -324,11 +323,11 @@ class RoundLeader:
 
     def ask_missing(self, key: RoundKey) -> None:
         """Asks the members whose values for a round are missing for its result, each of them once."""
+        to_ask: set[int] = set()
         with self._lock:
-            open_round = self._open.get(key)
-            to_ask = open_round.missing - open_round.asked if open_round is not None else ()
-            if open_round is not None:
-                open_round.asked |= open_round.missing
+            if (open_round := self._open.get(key)) is not None:
+                to_ask = open_round.missing - open_round.asked
+                open_round.asked |= to_ask
         for member in to_ask:
             self._agent.control.send(self._agent.incarnation(member), ASK_RESULT, key)
 
@@ -357,8 +356,11 @@ class RoundLeader:
             keys = [key for key in self._askers if self._will_not_begin(key.series)]
             answers = [(self._askers.pop(key), key, self._known_result(key) or VOID) for key in keys]
         for leaders, key, result in answers:
-            for leader in leaders:
-                self._agent.control.send(self._agent.incarnation(leader), TELL_RESULT, (key, result))
+            self._tell(leaders, key, result)
+
+    def _tell(self, leaders: Iterable[int], key: RoundKey, result: RoundResult) -> None:
+        for leader in leaders:
+            self._agent.control.send(self._agent.incarnation(leader), TELL_RESULT, (key, result))
 
     def _on_value(self, message: Incoming) -> Deferred:
         """Handles a member's value; the answer is the result of the round."""
@@ -432,10 +434,8 @@ class RoundLeader:
         its members is not known here. If that is just joining, it will be.
         """
         key = RoundKey.from_payload(payload, sender.wire_id)
-        if self._agent.info.wire_id not in key.members:
-            raise ValueError(
-                f"malformed message: worker {self._agent.info.wire_id} is in no round of {key.members}"
-            )
+        if (me := self._agent.info.wire_id) not in key.members:
+            raise ValueError(f"malformed message: worker {me} is in no round of {key.members}")
         for member in key.members:
             if not may_be_new and not self._agent.is_member(member):
                 raise UnknownWorkerError(member, [worker.name for worker in self._agent.workers()])

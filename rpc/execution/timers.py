@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -29,9 +28,6 @@ Task = Callable[[], None]
 
 K = TypeVar("K", bound=Hashable)
 """The type of the ids."""
-
-_Queue = deque[tuple[float, K]]
-"""Deadlines, as times of `time.monotonic`, and ids. All have the same timeout, so they are in order."""
 
 
 class Scheduler(Protocol):
@@ -153,29 +149,22 @@ class Deadlines(Generic[K]):
     what is pending.
     """
 
-    def __init__(
-        self,
-        expire: Callable[[K], None],
-        is_live: Callable[[K], bool],
-        count_live: Callable[[], int],
-        name: str,
-    ) -> None:
+    def __init__(self, expire: Callable[[K], None], is_live: Callable[[K], bool], name: str) -> None:
         """Starts the thread.
 
         Args:
             expire: called with an id when its time is up. Must not block.
             is_live: returns whether the request with this id is pending.
-            count_live: returns how many are.
             name: of the thread.
         """
         self._expire = expire
         self._is_live = is_live
-        self._count_live = count_live
-        self._queues: dict[float, _Queue[K]] = {}
-        """By timeout."""
-        self._entries = 0
+        self._entries: list[tuple[float, K]] = []
+        """A heap of times of `time.monotonic`, and ids."""
+        self._max_entries = MAX_SETTLED_ENTRIES
+        """The number of entries beyond which those of settled requests are looked for."""
         self._lock = threading.Lock()
-        """Guards the queues."""
+        """Guards the entries."""
         self._changed = threading.Condition(self._lock)
         self._wakes_at = math.inf
         """When the thread looks again; later than it does while it is looking."""
@@ -187,18 +176,13 @@ class Deadlines(Generic[K]):
         """Has an id expire in `seconds` from now."""
         deadline = time.monotonic() + seconds
         with self._lock:
-            queue = self._queues.get(seconds)
-            if queue is None:
-                queue = self._queues[seconds] = deque()
-            while queue and not self._is_live(queue[0][1]):
-                queue.popleft()
-                self._entries -= 1
-            queue.append((deadline, identifier))
-            self._entries += 1
+            heapq.heappush(self._entries, (deadline, identifier))
             if deadline < self._wakes_at:
                 self._changed.notify()
-            if self._entries + len(self._queues) > 2 * self._count_live() + MAX_SETTLED_ENTRIES:
-                self._remove_settled()
+            if len(self._entries) > self._max_entries:
+                self._entries = [entry for entry in self._entries if self._is_live(entry[1])]
+                heapq.heapify(self._entries)
+                self._max_entries = 2 * len(self._entries) + MAX_SETTLED_ENTRIES
 
     def close(self) -> None:
         """Ends the thread; nothing expires afterwards."""
@@ -208,16 +192,6 @@ class Deadlines(Generic[K]):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _remove_settled(self) -> None:
-        """Removes the entries of settled requests. Called with the lock."""
-        for seconds, queue in list(self._queues.items()):
-            live = deque(entry for entry in queue if self._is_live(entry[1]))
-            if live:
-                self._queues[seconds] = live
-            else:
-                del self._queues[seconds]
-        self._entries = sum(map(len, self._queues.values()))
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -226,37 +200,20 @@ class Deadlines(Generic[K]):
                     self._wakes_at = math.inf
                 if self._closed:
                     return
-                expired = self._take_expired()
-            for identifier in expired:
-                if self._is_live(identifier):
-                    try:
-                        self._expire(identifier)
-                    except Exception:
-                        log.exception("a request that has timed out cannot be ended")
+                identifier = heapq.heappop(self._entries)[1]
+            try:
+                self._expire(identifier)
+            except Exception:
+                log.exception("a request that has timed out cannot be ended")
 
     def _seconds_left(self) -> float:
         """Returns the time until the first live id expires, and removes those before it. Called with the lock."""
-        first = math.inf
-        for queue in self._queues.values():
-            while queue and not self._is_live(queue[0][1]):
-                queue.popleft()
-                self._entries -= 1
-            if queue:
-                first = min(first, queue[0][0])
+        while self._entries and not self._is_live(self._entries[0][1]):
+            heapq.heappop(self._entries)
         now = time.monotonic()
-        self._wakes_at = min(first, now + MAX_WAIT_S)
+        self._wakes_at = min(self._entries[0][0] if self._entries else math.inf, now + MAX_WAIT_S)
         return self._wakes_at - now
 
-    def _take_expired(self) -> list[K]:
-        """Removes and returns the ids whose time is up. Called with the lock."""
-        now = time.monotonic()
-        expired: list[tuple[float, K]] = []
-        for queue in self._queues.values():
-            while queue and queue[0][0] <= now:
-                expired.append(queue.popleft())
-                self._entries -= 1
-        return [identifier for _, identifier in sorted(expired, key=itemgetter(0))]
 
-
-DeadlinesFactory = Callable[[Callable[[Any], None], Callable[[Any], bool], Callable[[], int], str], Deadlines[Any]]
+DeadlinesFactory = Callable[[Callable[[Any], None], Callable[[Any], bool], str], Deadlines[Any]]
 """Makes a Deadlines, with the arguments of its constructor."""

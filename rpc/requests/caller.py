@@ -89,7 +89,6 @@ class Caller(WorkerWatcher):
         self._deadlines: Deadlines[int] = make_deadlines(
             self._expire,
             self.in_flight.__contains__,
-            self.in_flight.__len__,
             f"gradwire-deadlines-{codec.values.me.name}",
         )
 

@@ -24,7 +24,6 @@ and a graceful shutdown would wait for it for ever.
 import concurrent.futures
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -72,10 +71,6 @@ __all__ = ["MIN_WAIT_S", "ServedCall", "ServedCalls", "Server"]
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
-
-_ROUNDED_TO = 64
-"""Waits are rounded up by less than two of these parts: the clock keeps a queue for each length of a wait, and who
-calls may choose any."""
 
 log = logging.getLogger(__name__)
 
@@ -275,11 +270,11 @@ class ServedCalls:
                 return
             if self._clock is None:
                 self._clock = self._make_deadlines(
-                    self._end_wait, self._parked.__contains__, self._parked.__len__, f"gradwire-waits-{self._name}"
+                    self._end_wait, self._parked.__contains__, f"gradwire-waits-{self._name}"
                 )
             clock = self._clock
         # A request that has waited before expires at the same time, so an entry of that wait does no harm.
-        clock.add(key, _rounded_up(max(MIN_WAIT_S, deadline - time.monotonic())))
+        clock.add(key, max(MIN_WAIT_S, deadline - time.monotonic()))
 
 
 @final
@@ -567,12 +562,6 @@ class Server(WorkerWatcher):
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(AnswerFailedError):
             self._send_answer(source, Outgoing(source.info, envelope, self._codec.values.encode_failure(error)))
-
-
-def _rounded_up(seconds: float) -> float:
-    """Returns one of a thousand lengths of time, in seconds."""
-    part, exponent = math.frexp(seconds)
-    return math.ldexp(math.ceil(part * _ROUNDED_TO) / _ROUNDED_TO, exponent)
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from tests.workers import Worker
 @contextmanager
 def deadlines(live: set[int]) -> Iterator[tuple[Deadlines, "queue.SimpleQueue[int]"]]:
     expired: queue.SimpleQueue[int] = queue.SimpleQueue()
-    started = Deadlines(expired.put, live.__contains__, live.__len__, "gradwire-deadlines-test")
+    started = Deadlines(expired.put, live.__contains__, "gradwire-deadlines-test")
     try:
         yield started, expired
     finally:
@@ -80,7 +80,7 @@ def test_entries_of_settled_calls_are_removed():
         live.intersection_update({0})
         timeouts.add(0, 0.01)
         assert expired.get(timeout=20) == 0
-        wait_until(lambda: not any(timeouts._queues.values()))
+        wait_until(lambda: not timeouts._entries)
 
 
 def test_nothing_is_kept_of_many_different_timeouts():
@@ -88,7 +88,7 @@ def test_nothing_is_kept_of_many_different_timeouts():
     with deadlines(live) as (timeouts, _):
         for identifier in range(3 * MAX_SETTLED_ENTRIES):
             timeouts.add(identifier, 1000 + identifier / 7)
-        assert len(timeouts._queues) <= MAX_SETTLED_ENTRIES + 1
+        assert len(timeouts._entries) <= MAX_SETTLED_ENTRIES + 1
 
 
 def never_add_threads() -> None:
