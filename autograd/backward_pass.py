@@ -25,10 +25,9 @@ from ..errors import (
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import copy_error
-from .closure import SendId
-from .compression import TensorGradients, compress
-from .gradient_sender import GradientSender, PassId
+from .gradient_sender import GradientSender, PassId, TensorGradients, compress
 from .gradients import total
+from .graph import SendId
 
 __all__ = ["BackwardPass", "PartialGradients", "PassPart", "Passes"]
 

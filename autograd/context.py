@@ -16,12 +16,9 @@ import torch
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from .backward_pass import Passes
-from .closure import NOTHING, Closure, SendId
-from .compression import TensorGradients
-from .functions import RecvRpc, SendRpc, apply_with_grad
-from .gradient_sender import PassId
+from .gradient_sender import PassId, TensorGradients
 from .gradients import GradSwapLock, LeafGradients
-from .graph import Graph, follower_of, small_closure
+from .graph import NOTHING, Closure, Graph, RecvRpc, SendId, SendRpc, apply_with_grad, follower_of, small_closure
 
 __all__ = [
     "Context",

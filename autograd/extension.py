@@ -2,7 +2,7 @@
 
 A message with tensors that require grad is a *send* on the sending worker, and a *receive* on the receiving one.
 The output of the send's autograd node is its *gate*, at which a backward pass enters the sender's graph. The
-*closure* of a send is the set of all sends that receive a gradient if the send does (closure.py).
+*closure* of a send is the set of all sends that receive a gradient if the send does (graph.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +17,11 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
 from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
-from .anomaly import AnomalyMode, AnomalyScopes
-from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, inside
 from .contexts import Contexts
-from .engine import Engine
+from .engine import AnomalyMode, AnomalyScopes, Engine
 from .gradient_sender import GRADIENTS
+from .graph import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 
 __all__ = ["Autograd"]
 

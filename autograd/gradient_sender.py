@@ -1,23 +1,100 @@
-"""How the gradients of a running backward pass leave a worker."""
+"""How the gradients of a running backward pass leave a worker: when, and as what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
+
+import torch
 
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType
-from .closure import SendId
-from .compression import Compressed, is_on_cpu
+from .graph import SendId
 
-__all__ = ["GRADIENTS", "AnsweringSender", "GradientSender", "MessageGradients", "PassId", "post_gradients"]
+__all__ = [
+    "GRADIENTS",
+    "AnsweringSender",
+    "Compressed",
+    "GradientSender",
+    "MessageGradients",
+    "PassId",
+    "TensorGradients",
+    "compress",
+    "decompress",
+    "post_gradients",
+]
 
 GRADIENTS = MessageType.GRADIENTS
 
 PassId = tuple[int, int]
 """The id of the worker whose program called `backward`, and the number of the pass there."""
 
+SMALL_BYTES = 1 << 10
+"""Bytes of a gradient that is sent element by element: to leave out repeated ones would take longer."""
+
+TensorGradients = Sequence[torch.Tensor | None]
+"""The gradients of the tensors of one message; None for a tensor that the loss does not depend on."""
+
+Repeated = tuple[torch.Tensor, tuple[int, ...]]
+"""A part of a tensor, and the sizes of the tensor: it repeats the part along each dimension in which the part has
+size 1 and the tensor has not."""
+
+Compressed = list[torch.Tensor | Repeated | None]
+
 MessageGradients = tuple[int, Compressed]
 """The number of a message in the part of its sender, and the gradients of its tensors."""
+
+
+def compress(gradients: TensorGradients) -> Compressed:
+    """Returns gradients without repeated elements. Looks at strides only, at no elements."""
+    compressed: Compressed = []
+    last: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is None:
+            compressed.append(None)
+        elif gradient is last:
+            compressed.append(compressed[-1])  # the same object, which is pickled once
+        else:
+            compressed.append(_without_repeats(gradient))
+        last = gradient
+    return compressed
+
+
+def decompress(compressed: Compressed) -> TensorGradients:
+    """Returns the gradients again, repeated elements as expanded tensors, which take no memory.
+
+    The list is emptied: whoever else has it shall not keep the gradients, which may then be used without a copy.
+    """
+    received = [*compressed]
+    compressed.clear()
+    for index, each in enumerate(received):
+        if isinstance(each, tuple):
+            received[index] = each[0].expand(each[1])
+    return received  # type: ignore[return-value] # there are no tuples any more
+
+
+def _is_on_cpu(compressed: Compressed) -> bool:
+    """Returns whether all gradients are on the CPU."""
+    for each in compressed:
+        if each is not None and not (each[0] if isinstance(each, tuple) else each).is_cpu:
+            return False
+    return True
+
+
+def _without_repeats(gradient: torch.Tensor) -> torch.Tensor | Repeated:
+    if gradient._is_zerotensor():
+        zero = torch.zeros((1,) * gradient.dim(), dtype=gradient.dtype, device=gradient.device)
+        return zero, tuple(gradient.shape)
+    if gradient.layout is not torch.strided or gradient.is_contiguous() or not gradient.numel():
+        return gradient
+    repeated = [dim for dim, size in enumerate(gradient.shape) if size > 1 and gradient.stride(dim) == 0]
+    if not repeated:
+        return gradient
+    if gradient.nbytes <= SMALL_BYTES:
+        return gradient.contiguous()
+    part = gradient
+    for dim in repeated:
+        part = part.narrow(dim, 0, 1)
+    return part, tuple(gradient.shape)
 
 
 class GradientSender(Protocol):
@@ -65,7 +142,7 @@ class AnsweringSender:
         sender, message_id = send
         caller, _ = self._pass_id
         # On devices, the answer would use another device map than a message of its own.
-        if is_last and sender == caller and is_on_cpu(gradients):
+        if is_last and sender == caller and _is_on_cpu(gradients):
             self._kept = message_id, gradients
         else:
             self._note_receiver(sender)

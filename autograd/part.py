@@ -31,17 +31,15 @@ from torch.autograd.graph import GradientEdge
 from ..torch_internals import profiler_enabled, run_backward
 from . import replicas
 from .backward_pass import BackwardPass, PartialGradients
-from .compression import TensorGradients
 from .context import Context
+from .gradient_sender import TensorGradients
 from .gradients import total
 from .graph import AccumulateGrad, Graph, start_node
 
-__all__ = ["LeafGradient", "Part"]
+__all__ = ["Part"]
 
 ABOVE_GATES = 1 << 40
 """Added to the sequence number of an ordinary node that is as small as a gate's, which keeps their order."""
-
-LeafGradient = torch.Tensor | None
 
 
 @final
@@ -100,7 +98,7 @@ class Part:
 
     def run(
         self, running: BackwardPass, *, retain_graph: bool, collect: Callable[[], None]
-    ) -> tuple[Sequence[Any], list[LeafGradient]]:
+    ) -> tuple[Sequence[Any], list[torch.Tensor | None]]:
         """Computes the gradients of the leaves, and sends those of received messages.
 
         Calls `collect` when the engine has run, which waits for gradients that come with answers. Returns
@@ -118,7 +116,7 @@ class Part:
             nodes, gradients = self._with_leaf_sends(running, nodes, gradients)
         return nodes, gradients
 
-    def _run_engine(self, running: BackwardPass, *, retain_graph: bool) -> list[LeafGradient]:
+    def _run_engine(self, running: BackwardPass, *, retain_graph: bool) -> list[torch.Tensor | None]:
         outputs: list[Any] = list(self._roots)
         gradients: list[torch.Tensor | None] = [None] * len(outputs)
         waiting: dict[int, torch.Tensor] = {}
@@ -139,10 +137,10 @@ class Part:
             _number_nodes(self.graph, waiting, self._context.message_count)
         return self._grad(outputs, gradients, self.graph.leaves, retain_graph=retain_graph)
 
-    def _run_one_by_one(self, graphs: Sequence[Graph], *, retain_graph: bool) -> list[LeafGradient]:
+    def _run_one_by_one(self, graphs: Sequence[Graph], *, retain_graph: bool) -> list[torch.Tensor | None]:
         """Runs the graph from one root after another, and sums up the gradients of each leaf."""
         _number_nodes(self.graph, self._gates, self._context.message_count)
-        sums: dict[Any, LeafGradient] = {}
+        sums: dict[Any, torch.Tensor | None] = {}
         outputs = [*self._roots, *self._gates.values()]
         for index, (output, graph) in enumerate(zip(outputs, graphs, strict=True)):
             is_last = index == len(outputs) - 1
@@ -158,7 +156,7 @@ class Part:
         leaves: Sequence[Any],
         *,
         retain_graph: bool,
-    ) -> list[LeafGradient]:
+    ) -> list[torch.Tensor | None]:
         """Runs the graph from losses, gates and edges; returns a gradient for each accumulation node of leaves.
 
         There is a gradient for each edge, and None for the scalars, whose gradient is 1. Gates ignore theirs.
@@ -171,8 +169,8 @@ class Part:
         return list(run_backward(outputs, gradients, tuple(inputs), retain_graph=retain_graph))[:-1]
 
     def _with_leaf_sends(
-        self, running: BackwardPass, nodes: Sequence[Any], gradients: Sequence[LeafGradient]
-    ) -> tuple[Sequence[Any], list[LeafGradient]]:
+        self, running: BackwardPass, nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[Sequence[Any], list[torch.Tensor | None]]:
         """Adds the gradients of the sends of leaves, for which it waits, to those that the engine has computed."""
         sums = dict(zip(nodes, gradients, strict=True))
         for message_id, leaf_nodes in self._leaf_sends.items():
@@ -203,7 +201,7 @@ def _fitting(leaf_nodes: Sequence[Any], gradients: TensorGradients) -> TensorGra
             break
     else:
         return gradients
-    fitting: list[LeafGradient] = []
+    fitting: list[torch.Tensor | None] = []
     for node, gradient in zip(leaf_nodes, gradients, strict=True):
         edge = GradientEdge(node, 0)
         fitting += [None] if gradient is None else run_backward([edge], [gradient], (edge,), retain_graph=True)

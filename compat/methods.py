@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autograd.functions import RecvRpc, SendRpc
+from ..autograd.graph import RecvRpc, SendRpc
 from ..errors import RRefError
 from ..nn.remote_module import SENT_ATTRIBUTES, RemoteModule, refuse_method
 from ..rpc.contracts.agent import holder

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import backward_pass, contexts, ended, engine
+from gradwire.autograd import backward_pass, contexts, engine
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, LimitReachedError, LossCause, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
@@ -113,18 +113,18 @@ def test_each_worker_tells_of_its_own_contexts_which_are_open(agents):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["in order", "overtaken"])
 def test_what_a_creator_tells_may_arrive_in_any_order(reverse):
-    known = ended.EndedContexts(lambda _creator: None)
+    known = contexts.EndedContexts(lambda _creator: None)
     for identifier in (5, 7):
         known.add(0, identifier)
-    told = [ended.OpenContexts(20, frozenset({7, 9})), ended.OpenContexts(20, frozenset({9}))]
+    told = [contexts.OpenContexts(20, frozenset({7, 9})), contexts.OpenContexts(20, frozenset({9}))]
     for each in reversed(told) if reverse else told:
         known.learn(0, each)
     assert [known.has_ended(0, identifier) for identifier in (5, 7, 9)] == [True, True, False]
 
 
 def test_of_too_many_open_contexts_the_oldest_are_told(monkeypatch):
-    monkeypatch.setattr(ended, "MAX_NAMED", 3)
-    opened = ended.OpenContexts.of([9, 1, 5, 7], 20)
+    monkeypatch.setattr(contexts, "MAX_NAMED", 3)
+    opened = contexts.OpenContexts.of([9, 1, 5, 7], 20)
     assert [number for number in range(20) if opened.exclude(number)] == [0, 2, 3, 4, 6, 8]
 
 

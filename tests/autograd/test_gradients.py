@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import functions
+from gradwire.autograd import graph
 from gradwire.autograd.context import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
@@ -450,9 +450,9 @@ def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
         at_the_gate = []
 
         def apply(function, *args):
-            if function is functions.SendRpc:
+            if function is graph.SendRpc:
                 at_the_gate.extend(each._use_count() for each in args[2:])
-            return functions.apply_with_grad(function, *args)
+            return graph.apply_with_grad(function, *args)
 
         leaves = [torch.ones(3, 3, requires_grad=True), torch.eye(3).to_sparse().requires_grad_()]
         before = [each._use_count() for each in leaves]  # type: ignore[attr-defined]

@@ -5,9 +5,8 @@ import sys
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.extension import Autograd
-from gradwire.autograd.graph import Graph
+from gradwire.autograd.graph import MAX_HEADER_SENDS, Graph
 from gradwire.errors import RpcTimeoutError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Outgoing

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.compression import compress, decompress
+from gradwire.autograd.gradient_sender import compress, decompress
 
 from tests import remote_functions
 from tests.remote_functions import add, identity, multiply

@@ -13,11 +13,10 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.backward_pass import BackwardPass
-from gradwire.autograd.closure import MAX_HEADER_SENDS, SendId
-from gradwire.autograd.coordinator import PassCoordinator
+from gradwire.autograd.engine import PassCoordinator
 from gradwire.autograd.extension import Autograd
 from gradwire.autograd.gradient_sender import AnsweringSender
-from gradwire.autograd.graph import Graph, start_node
+from gradwire.autograd.graph import MAX_HEADER_SENDS, Graph, SendId, start_node
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.autograd.program_runs import Distributed, gradients_in_one_process, roots, run_body

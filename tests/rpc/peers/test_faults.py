@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.backward_pass import BackwardPass
-from gradwire.autograd.coordinator import PassCoordinator
+from gradwire.autograd.engine import PassCoordinator
 from gradwire.errors import (
     AnswerFailedError,
     RendezvousError,

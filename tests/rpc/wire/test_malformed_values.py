@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.autograd.closure import MAX_HEADER_SENDS, closure_from_proto
+from gradwire.autograd.graph import MAX_HEADER_SENDS, closure_from_proto
 from gradwire.errors import RemoteUnpicklableError, RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
