@@ -11,7 +11,7 @@ from .rpc.profiling.extension import Profiling
 from .rref.forks import References
 from .tracing.group_profile import GroupProfile
 from .tracing.open_telemetry import open_telemetry
-from .view.extension import Viewing
+from .view.overview import Viewing
 from .view.page import Page
 from .view.statistics import CallStatistics
 

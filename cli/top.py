@@ -26,7 +26,7 @@ def command(url: str, interval: float, *, once: bool) -> None:
     is found where the worker runs on this host as your user, or where the credentials of the job have a token.
     Otherwise, GRADWIRE_VIEW_KEY has to be the key.
     """
-    from ..view.client import PageClient
+    from ..view.access import PageClient
 
     try:
         from ..view.top import show

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from .histogram import BOUNDS_S
+from .statistics import BOUNDS_S
 
 __all__ = ["METRICS_TYPE", "metrics"]
 

@@ -1,31 +1,23 @@
 """Serves the page of the job from one worker, as long as its agent is there."""
 
-import asyncio
 import errno
 import ipaddress
 import logging
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from ..errors import RpcError
-from ..net.addresses import format_address
-from ..net.inheritance import note_listener
-from ..net.security.credentials import Credentials
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.options import INSTALL_VIEW, View
-from .keys import KEY_PARAMETER, LinkFile, PageKey
 from .statistics import view_of
+
+if TYPE_CHECKING:  # it needs packages that may not be there
+    from .app import PageServer
 
 __all__ = ["Page"]
 
 BACKLOG = 32
-MAX_REQUEST_BYTES = 16 << 10
-"""Bytes of the line and the headers of a request; a body is not read."""
-
-CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger("gradwire.view")
 
@@ -46,7 +38,7 @@ class Page(Extension):
             self.server.close()
 
 
-def _start_page(agent: RpcAgent, view: View) -> "_Server | None":
+def _start_page(agent: RpcAgent, view: View) -> "PageServer | None":
     """Starts to serve the page of the job at the address of the options, and logs where it is.
 
     Returns:
@@ -64,9 +56,7 @@ def _start_page(agent: RpcAgent, view: View) -> "_Server | None":
             "encryption: set credentials (docs/security.md), or choose an address of this host only"
         )
     try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-        from prometheus_client import core  # noqa: F401
+        from .app import PageServer
     except ImportError as error:
         raise RpcError(f"the view needs {error.name}: {INSTALL_VIEW}") from error
     try:
@@ -81,81 +71,10 @@ def _start_page(agent: RpcAgent, view: View) -> "_Server | None":
             return None
         raise RpcError(f"the view cannot be served at {host}:{port}: {error.strerror}") from error
     try:
-        return _Server(agent, listener, credentials)
+        return PageServer(agent, listener, credentials)
     except OSError as error:
         listener.close()
         raise RpcError(f"the key of the view cannot be stored: {error}") from error
-
-
-@final
-class _Server:
-    """Serves the page of one agent until it is closed."""
-
-    def __init__(self, agent: RpcAgent, listener: socket.socket, credentials: Credentials | None) -> None:
-        """Starts the thread, and another one when the first request comes. Owns the listener from now on.
-
-        Raises:
-            OSError: the link with the key cannot be stored where only this user can read it.
-        """
-        from uvicorn import Config, Server
-
-        from .app import make_app
-        from .connections import BoundedListener, BoundedProtocol
-
-        context = None if credentials is None else credentials.identity().page_context()
-        key = PageKey(credentials)
-        name = f"gradwire-{agent.info.name}-view"
-        self._collector = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-collector")
-        self._server = Server(
-            Config(
-                make_app(agent, key, self._collector),
-                http=BoundedProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level=logging.CRITICAL,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
-                timeout_graceful_shutdown=1,
-                ssl_context_factory=None if context is None else lambda _config, _default: context,
-            )
-        )
-        self._listener = BoundedListener(listener)
-        host, port = self._listener.getsockname()[:2]
-        note_listener(self, port, host)
-        address = f"{'http' if context is None else 'https'}://{format_address(host, port)}/"
-        self.url = f"{address}?{KEY_PARAMETER}={key.text}"
-        """Where the page is, with its key."""
-        self._link = LinkFile(port)
-        self._link.write(self.url)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-        # Without the key: others may read the log.
-        log.warning(
-            "the view of the job is at %s: open the link with its key that is in %s, or run: gradwire top %s",
-            address,
-            self._link.path,
-            address,
-        )
-
-    def close(self) -> None:
-        """Ends the server and its threads."""
-        self._server.should_exit = True
-        self._thread.join(CLOSE_TIMEOUT_S)
-        self._collector.shutdown(wait=False, cancel_futures=True)
-        self._listener.close()
-        self._link.remove(self.url)
-
-    def _serve(self) -> None:
-        from .connections import BoundedLoop
-
-        try:
-            with asyncio.Runner(loop_factory=BoundedLoop) as runner:
-                runner.run(self._server.serve(sockets=[self._listener]))
-        except Exception:
-            log.exception("the view ends")
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from functools import partial
 from time import perf_counter_ns
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar, final
+
+import numpy as np
 
 from ..errors import Outcome
 from ..net.peer_text import printable
@@ -20,11 +23,24 @@ from ..rpc.contracts.messages import CALL, Deferred, Handler, Incoming, MessageT
 from ..rpc.contracts.options import View
 from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
 from ..rref.rref import method_of_call
-from .histogram import Histogram
 from .names import FUNCTION_KINDS, METHOD_CALL, OPERATIONS, MethodNames
 from .timeline import COUNTERS, Timeline
 
-__all__ = ["OTHER", "CallStatistics", "view_of"]
+__all__ = ["BOUNDS_S", "MAX_BUCKETS", "OTHER", "CallStatistics", "Histogram", "view_of"]
+
+MAX_BUCKETS = 160
+"""Buckets of a histogram; the last one begins at 18 minutes."""
+
+_BOUND_BITS = range(14, 36, 2)
+
+BOUNDS_S = tuple(2**bits / 1e9 for bits in _BOUND_BITS)
+"""The upper bounds, in seconds, of the buckets that are shown: 16 µs, 66 µs and so on, to 17 s."""
+
+MAX_PENDING = 256
+"""Durations that are kept before they are counted, all at once: that takes a tenth of the time."""
+
+COUNT_TIMEOUT_S = 1.0
+"""Seconds that a reader waits while another thread counts; a signal handler may be inside of that thread."""
 
 OTHER = "other"
 """The function, and the worker, of calls beyond the bound."""
@@ -37,6 +53,91 @@ MAX_ERROR_CHARACTERS = 200
 
 SERIES_PER_NAME = 8
 """Pairs of function and worker that are counted by themselves, for each of `max_names`."""
+
+
+@final
+class Histogram:
+    """Durations, of which each is counted in a bucket a quarter as wide as its octave.
+
+    So a quantile is off by an eighth at most. Safe to use from several threads, and from signal handlers.
+    """
+
+    __slots__ = ("_count", "_counts", "_lock", "_pending", "_total_ns")
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(MAX_BUCKETS, np.int64)
+        self._count = 0
+        self._total_ns = 0
+        self._pending = array("q")
+        """Durations that are not counted yet. Appending to it is one operation of the interpreter."""
+        self._lock = threading.Lock()
+        """Held while durations are counted."""
+
+    def add(self, nanoseconds: int) -> None:
+        """Counts a duration."""
+        pending = self._pending
+        pending.append(nanoseconds)
+        if len(pending) >= MAX_PENDING:
+            self._count_pending(0.0)
+
+    def _count_pending(self, timeout: float = COUNT_TIMEOUT_S) -> None:
+        """Counts the durations that wait for it; does nothing if another thread does so for longer."""
+        if not self._pending or not self._lock.acquire(timeout=timeout):
+            return
+        try:
+            pending = self._pending
+            length = len(pending)
+            durations = np.frombuffer(pending[:length], np.int64)
+            del pending[:length]  # not what has been appended meanwhile
+            shifts = np.maximum(np.frexp(durations.astype(np.float64))[1] - 3, 0)
+            indices = np.minimum((shifts << 2) + (durations >> shifts), MAX_BUCKETS - 1)
+            self._counts += np.bincount(indices, minlength=MAX_BUCKETS)
+            self._count += length
+            self._total_ns += int(durations.sum())
+        finally:
+            self._lock.release()
+
+    def counted(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """Returns how many durations there were, by bucket."""
+        self._count_pending()
+        return self._counts
+
+    @property
+    def total_ns(self) -> int:
+        """The sum of all durations, in nanoseconds."""
+        self._count_pending()
+        return self._total_ns
+
+    @property
+    def count(self) -> int:
+        """How many durations there were."""
+        self._count_pending()
+        return self._count
+
+    def quantile(self, fraction: float) -> float | None:
+        """Returns the duration in seconds that this fraction of all does not exceed; None if there is none."""
+        totals = np.cumsum(self.counted())
+        if not totals[-1]:
+            return None
+        rank = max(fraction * totals[-1], 1)
+        return _middle_ns(int(np.searchsorted(totals, rank))) / 1e9
+
+    def as_json(self) -> dict[str, float | list[int] | None]:
+        """Returns the quantiles that are shown and the sum, in seconds, and how many were within each bound."""
+        totals = np.cumsum(self.counted())
+        return {
+            "total_s": self.total_ns / 1e9,
+            "p50_s": self.quantile(0.5),
+            "p99_s": self.quantile(0.99),
+            "within": [int(totals[4 * (bits - 1) - 1]) for bits in _BOUND_BITS],
+        }
+
+
+def _middle_ns(index: int) -> float:
+    if index < 8:
+        return index
+    shift, quarter = (index >> 2) - 1, 4 + (index & 3)
+    return (quarter + 0.5) * (1 << shift)
 
 
 def view_of(agent: RpcAgent) -> View | None:

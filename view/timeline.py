@@ -80,7 +80,7 @@ def merged_timeline(workers: Sequence[Json], now: float) -> dict[str, Any]:
     """Returns what all workers together have done in each second of the last minute, as JSON values.
 
     The clocks of hosts may differ: what a worker tells is placed by its age at `now`, when all were asked. The
-    states have been checked (schema.py).
+    states have been checked (snapshot.py).
 
     Returns:
         `began`, the beginning of the first second, and lists with a number for each second: `calls` (that have

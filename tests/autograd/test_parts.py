@@ -1,10 +1,10 @@
 """What a worker's part of a backward pass leaves out: runs of torch's engine, copies, repeated bytes."""
 
-import importlib
 from typing import Any
 
 import torch
 from gradwire import autograd, rpc
+from gradwire.autograd import engine
 from gradwire.autograd.gradient_sender import compress, decompress
 
 from tests import remote_functions
@@ -58,15 +58,14 @@ received: list[int] = []
 
 
 def note_received() -> None:
-    for name in ("coordinator", "engine"):
-        module: Any = importlib.import_module(f"gradwire.autograd.{name}")
+    take = engine.decompress
 
-        def noting(compressed: Any, take: Any = module.decompress) -> Any:
-            gradients = take(compressed)
-            received.extend(each.data_ptr() for each in gradients)
-            return gradients
+    def noting(compressed: Any) -> Any:
+        gradients = take(compressed)
+        received.extend(each.data_ptr() for each in gradients)
+        return gradients
 
-        module.decompress = noting
+    engine.decompress = noting
 
 
 def addresses_received() -> list[int]:

@@ -25,7 +25,7 @@ ALSO = {
     "cli/group.py": {"", "logs"},  # the version
     "cli/installation.py": {""},
     "launch/ray_actors.py": {"logs"},  # a process of its own
-    "view/extension.py": {"logs"},  # whose last lines it shows
+    "view/overview.py": {"logs"},  # whose last lines it shows
 }
 PACKAGE_ARROWS = {
     "proto": set(),

@@ -8,11 +8,10 @@ import time
 import pytest
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view import extension
-from gradwire.view.extension import Viewing
+from gradwire.view import overview
 from gradwire.view.metrics import metrics
-from gradwire.view.overview import overview_of
-from gradwire.view.schema import problem_of
+from gradwire.view.overview import Viewing, overview_of
+from gradwire.view.snapshot import problem_of
 from gradwire.view.timeline import COUNTERS, SECONDS, merged_timeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -118,8 +117,8 @@ def test_a_malformed_state_is_left_out_alone(workers):
     waiting = c.start(rpc.barrier, ["worker2", "worker0"])
 
     def answer_wrongly():
-        snapshot = extension.snapshot
-        extension.snapshot = lambda *args: {**snapshot(*args), "collectives": 3}
+        snapshot = overview.snapshot
+        overview.snapshot = lambda *args: {**snapshot(*args), "collectives": 3}
 
     b.run(answer_wrongly)
 

@@ -16,9 +16,9 @@ import pytest
 from gradwire import c10d, rpc
 from gradwire.errors import RpcError
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view import connections
-from gradwire.view.connections import MAX_CONNECTIONS
-from gradwire.view.page import MAX_REQUEST_BYTES, Page
+from gradwire.view import app
+from gradwire.view.app import MAX_CONNECTIONS, MAX_REQUEST_BYTES
+from gradwire.view.page import Page
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.remote_functions import add, wait_until
@@ -183,7 +183,7 @@ def test_a_request_must_arrive_in_time(workers, beginning):
     (a,) = workers(1)
 
     def join():
-        connections.REQUEST_TIMEOUT_S = 0.2
+        app.REQUEST_TIMEOUT_S = 0.2
 
     a.run(join)
     workers.join_rpc([a], view=rpc.View(address="0"))

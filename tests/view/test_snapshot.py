@@ -11,8 +11,7 @@ import torch.distributed as dist
 from gradwire import autograd, rpc
 from gradwire.c10d import TCPStore
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view.extension import Viewing
-from gradwire.view.overview import overview_of, stacks_of
+from gradwire.view.overview import Viewing, overview_of, stacks_of
 from gradwire.view.waits import STUCK_AFTER_S, Waits
 
 from tests.remote_functions import add, identity, set_event, wait_for, wait_until

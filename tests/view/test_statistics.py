@@ -3,8 +3,7 @@
 import pytest
 from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view.histogram import BOUNDS_S, Histogram
-from gradwire.view.statistics import OTHER, CallStatistics
+from gradwire.view.statistics import BOUNDS_S, OTHER, CallStatistics, Histogram
 
 from tests.remote_functions import add, identity
 

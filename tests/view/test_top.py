@@ -25,7 +25,7 @@ from gradwire import c10d, rpc
 from gradwire.cli.group import gradwire
 from gradwire.net.interfaces import address_for_others, is_local
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view.keys import LinkFile
+from gradwire.view.access import LinkFile
 from gradwire.view.page import Page
 from gradwire.view.top import Choice, render
 from rich.console import Console
