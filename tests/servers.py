@@ -24,7 +24,7 @@ __all__ = ["PRELOAD", "Servers", "of_this_run", "serve", "use"]
 PRELOAD = [
     "click",
     "encodings.idna",
-    "gradwire.c10d.engines.gloo.engine",
+    "gradwire.c10d.engines.gloo",
     "gradwire.c10d.engines.shm.engine",
     "gradwire.net.security.issuing",
     "gradwire.compat",

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, final
 
 from ...net.peer_text import printable_lines
+from ..engines.base import PendingOperation, peek
 from ..engines.collective_call import CollectiveCall
-from ..engines.pending import PendingOperation, peek
 from .call_site import CallSite, find_call_site
 
 __all__ = ["FlightRecord", "FlightRecorder", "read_files", "report", "write_flight_records"]
-
 
 _FRAMES_IN_GRADWIRE = 4
 """Stack frames between `find_call_site` and the caller of a collective: `FlightRecorder.begin`, `GroupCore.start`,

@@ -18,7 +18,6 @@ from .call_site import find_call_site
 
 __all__ = ["ConsistencyCheck", "StoreBarrier"]
 
-
 MAX_CALL_CHARACTERS = 2000
 """Characters of the call of another rank that are shown."""
 

@@ -1,6 +1,5 @@
 """Engines carry out the operations of process groups: one contract (base), one folder per implementation."""
 
-from .base import Engine, Setup
-from .pending import PendingOperation
+from .base import Engine, PendingOperation, Setup
 
 __all__ = ["Engine", "PendingOperation", "Setup"]

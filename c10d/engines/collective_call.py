@@ -7,8 +7,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .base import Engine
-from .pending import PendingOperation
+from .base import Engine, PendingOperation
 from .reductions import Reduction
 from .staging import Staging
 

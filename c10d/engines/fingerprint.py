@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from .base import Engine
-from .pending import PendingOperation
+from .base import Engine, PendingOperation
 from .reductions import Reduction
 
 __all__ = ["AgreeingEngine", "encode", "encode_parts", "mismatch", "operation_of"]

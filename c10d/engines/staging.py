@@ -1,5 +1,9 @@
-"""Prepares users' tensors for engines, and copies results back into tensors that engines cannot write directly."""
+"""The memory of tensors: what engines get in place of users' tensors, and how they copy the bytes of those.
 
+Outputs that engines cannot write directly are copied back at the end.
+"""
+
+import ctypes
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import NamedTuple, final
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from ...torch_internals import neg_view
 
-__all__ = ["Span", "Staging", "span_of"]
+__all__ = ["Span", "Staging", "as_bytes", "flat", "join_bytes", "memmove", "span_of", "split_bytes"]
 
 
 class Span(NamedTuple):
@@ -157,3 +161,35 @@ def _plain_copy(tensor: Tensor) -> Tensor:
     """Returns a contiguous copy with conjugation and negation resolved."""
     with torch.inference_mode(mode=False):
         return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+memmove = ctypes.memmove
+"""C's memmove: destination address, source address, number of bytes."""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Returns a one-dimensional view of a contiguous tensor."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a one-dimensional uint8 view of a contiguous tensor."""
+    return flat(tensor).view(torch.uint8)
+
+
+def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a new uint8 tensor with the bytes of all tensors, one after another."""
+    whole = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    address = whole.data_ptr()
+    for tensor in tensors:
+        memmove(address, tensor.data_ptr(), tensor.nbytes)
+        address += tensor.nbytes
+    return whole
+
+
+def split_bytes(whole: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Fills the tensors, one after another, with the bytes of `whole`."""
+    address = whole.data_ptr()
+    for tensor in tensors:
+        memmove(tensor.data_ptr(), address, tensor.nbytes)
+        address += tensor.nbytes

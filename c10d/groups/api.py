@@ -55,7 +55,6 @@ __all__ = [
     "supports_reconfigure",
 ]
 
-
 _PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
 
 _RECONFIGURABLE_GROUP = GroupKind("reconfigurable", how_to_allow=_PROCESS_GROUP.how_to_allow)

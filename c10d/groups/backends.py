@@ -30,7 +30,7 @@ from ...torch_internals import (
     skip_in_dynamo,
 )
 from ..engines.base import Engine, EngineFactory, Setup
-from ..engines.shm.doorbells import is_supported
+from ..engines.shm.segment import is_supported
 from ..rendezvous.hosts import gather_hosts
 from ..stores.sealed import SealedStore, seal
 from ..stores.views import PrefixStore, is_insecure_store, store_credentials
@@ -50,7 +50,6 @@ __all__ = [
     "register_engine",
     "why_unavailable",
 ]
-
 
 BUILTIN_ENGINES = frozenset({"gloo", "mpi", "nccl", "shm"})
 """Names of gradwire's engines. torch knows each as the backend `gradwire_NAME`."""
@@ -256,7 +255,7 @@ def best_engine(setup: Setup) -> Engine:
 
 
 def _gloo(setup: Setup) -> Engine:
-    from ..engines.gloo.engine import GlooEngine
+    from ..engines.gloo import GlooEngine
 
     return GlooEngine(setup)
 
@@ -317,14 +316,13 @@ def _check_mpi() -> None:
 
 
 def _check_nccl() -> None:
-    from ..engines.nccl.library import load
-    from ..engines.nccl.streams import CudaGpus
+    from ..engines.nccl.library import CudaGpus, load
 
     CudaGpus()
     load()
 
 
 def _check_shm() -> None:
-    from ..engines.shm.doorbells import check_platform
+    from ..engines.shm.segment import check_platform
 
     check_platform()

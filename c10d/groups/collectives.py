@@ -23,7 +23,6 @@ from .work import GroupWork
 
 __all__ = ["Collectives", "check_parts", "check_reduction"]
 
-
 Tensors = Sequence[Tensor]
 
 Time = timedelta | None

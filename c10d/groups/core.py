@@ -38,10 +38,16 @@ from ...net.event_loop import acquire_event_loop
 from ...torch_internals import profiler_enabled
 from ..debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
 from ..debug.rank_checks import ConsistencyCheck
-from ..engines.base import DIED, Engine
+from ..engines.base import (
+    DIED,
+    CombinedOperation,
+    CompletedOperation,
+    Engine,
+    OperationWithFinalStep,
+    PendingOperation,
+)
 from ..engines.collective_call import ANY_RANK, CollectiveCall
-from ..engines.pending import CombinedOperation, CompletedOperation, OperationWithFinalStep, PendingOperation
-from ..engines.serial_queue import SerialQueue
+from ..engines.threads import SerialQueue
 from ..stores.views import PrefixStore, is_insecure_store, store_credentials, wait_for_keys
 from ..torch_types import TorchStore
 from .failure_detector import DROPPED, LEFT, FailureDetector

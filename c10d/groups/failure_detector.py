@@ -46,7 +46,6 @@ from ..torch_types import TorchStore
 
 __all__ = ["DROPPED", "LEFT", "FailureDetector", "Message", "parse_message"]
 
-
 KEEPALIVE_INTERVAL_S = 5
 """Seconds between the kernel's keepalive probes. An unreachable host counts as dead after four intervals."""
 

@@ -41,7 +41,6 @@ from .core import GroupCore
 
 __all__ = ["Arrival", "GroupHandle", "GroupMember", "ReconfigureRound"]
 
-
 MAX_HANDLE_CHARACTERS = 256
 
 MAX_WAIT_S = 1.0

@@ -41,7 +41,6 @@ from .work import GroupWork
 
 __all__ = ["OPERATIONS", "GroupBackend", "ProcessGroup", "require_no_hints"]
 
-
 OPERATIONS = (
     "all_gather_single",
     "all_gather_single_coalesced",

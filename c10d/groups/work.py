@@ -17,12 +17,11 @@ from torch.futures import Future
 
 from ...errors import ProcessGroupError
 from ...torch_internals import begin_profiler_event, enable_record_function
+from ..engines.base import PendingOperation, peek
 from ..engines.collective_call import ANY_RANK, CollectiveCall
-from ..engines.pending import PendingOperation, peek
 from ..torch_types import OpType, TorchProcessGroup, TorchWork
 
 __all__ = ["GroupWork", "OperationEvent"]
-
 
 _OP_TYPES = {
     "all_gather": "ALLGATHER",

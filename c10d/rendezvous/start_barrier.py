@@ -34,7 +34,6 @@ from ..torch_types import TorchStore, TorchTCPStore
 
 __all__ = ["GroupKind", "Outcome", "Registration", "StartBarrier"]
 
-
 HOST_LINGER_S = 1.0
 """Seconds for which the store's host stays after a failure, so that the other members can read the reason."""
 

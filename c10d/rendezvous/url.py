@@ -20,7 +20,6 @@ __all__ = [
     "parse_url",
 ]
 
-
 _EXAMPLES = {
     "env": "env://",
     "tcp": "tcp://host:port?rank=0&world_size=2",

@@ -37,7 +37,6 @@ from .state import ADDING, KeyValueState, problem_of
 
 __all__ = ["DurableState", "serve"]
 
-
 MAX_CLIENTS = 1 << 16
 """Clients whose last outcomes are remembered. Beyond it, those of the client are discarded that has been quiet for
 longest."""

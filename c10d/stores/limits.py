@@ -12,7 +12,6 @@ from ...proto.v1.store_pb2 import Operation, Outcome
 
 __all__ = ["MAX_BYTES", "MAX_FIELDS", "MAX_LISTED", "StoreLimits", "parse_operation", "parse_outcome"]
 
-
 MAX_BYTES = 64 * 1024 * 1024
 """Limit of the keys and values of one operation together, of those of its result, and of one value."""
 

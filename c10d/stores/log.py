@@ -35,7 +35,6 @@ from .limits import MAX_BYTES, parse_operation
 
 __all__ = ["FILE_STORE", "STORE_PROCESS", "OperationLog"]
 
-
 FILE_STORE: Final = b"gradwire store 2\n"
 
 STORE_PROCESS: Final = b"gradwire store log 2\n"

@@ -30,7 +30,6 @@ from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP, find_s
 
 __all__ = ["ANSWER_TIMEOUT_S", "ClockOffset", "RemoteServer", "clock_offset", "offset_by"]
 
-
 ANSWER_TIMEOUT_S = 60.0
 """Seconds within which a server must answer, in addition to what the operation may wait for keys."""
 

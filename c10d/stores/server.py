@@ -55,7 +55,6 @@ __all__ = [
     "who_listens",
 ]
 
-
 SERVICE = "gradwire.v1.Store"
 EXECUTE = f"/{SERVICE}/Execute"
 POP = f"/{SERVICE}/Pop"

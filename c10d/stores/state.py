@@ -17,7 +17,6 @@ from .limits import MAX_BYTES, MAX_LISTED, StoreLimits
 
 __all__ = ["ADDING", "HashStore", "KeyValueState", "problem_of"]
 
-
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 _INT64 = range(-(2**63), 2**63)
 

@@ -34,7 +34,6 @@ __all__ = [
     "wait_for_keys",
 ]
 
-
 MIN_POLL_INTERVAL_S = 0.001
 """Seconds between the first two checks for a key; the interval doubles with each check."""
 

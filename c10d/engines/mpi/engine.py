@@ -13,20 +13,18 @@ cannot be used any more: groups that are created later are refused until the pro
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from ....errors import ProcessGroupError, RankLostError, UnsupportedOperationError
-from ..base import DIED, Setup
+from ..base import DIED, CombinedOperation, PendingOperation, Setup
 from ..fingerprint import AgreeingEngine, encode, encode_parts
-from ..memory import join_bytes, split_bytes
-from ..pending import CombinedOperation, PendingOperation
-from ..reductions import Reduction
-from .buffers import Reducible, share_memory
-from .operation import MpiOperation
-from .world import MpiWorld
+from ..reductions import Reduction, finish, prepare
+from ..staging import as_bytes, flat, join_bytes, split_bytes
+from .world import MpiOperation, MpiWorld
 
 __all__ = ["MpiEngine"]
 
@@ -35,6 +33,32 @@ MAX_COUNT = 2**31 - 1
 
 PIECE_BYTES = 2**30
 """Bytes of the pieces that larger tensors are divided into."""
+
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.complex32: torch.complex64,
+}
+"""Dtypes that MPI has no type for, and those in which they are reduced."""
+
+_OPS = {
+    "sum": "SUM",
+    "avg": "SUM",
+    "premul_sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+_BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND"}
+"""For bools, which are reduced as bytes that are 0 or 1."""
 
 
 @final
@@ -82,7 +106,7 @@ class MpiEngine(AgreeingEngine):
         self.agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
 
         def start(piece: Tensor) -> MpiOperation:
-            own = Reducible.of(piece, reduction)
+            own = _Reducible.of(piece, reduction)
             return self._start(
                 "all_reduce",
                 timeout,
@@ -102,7 +126,7 @@ class MpiEngine(AgreeingEngine):
         is_root = self.rank == root
 
         def start(piece: Tensor) -> MpiOperation:
-            own = Reducible.of(piece, reduction)
+            own = _Reducible.of(piece, reduction)
             numbers = own.spec(self._mpi)
             return self._start(
                 "reduce",
@@ -143,7 +167,7 @@ class MpiEngine(AgreeingEngine):
         """Gathers bytes, by MPI_Iallgather."""
         self._check_count("all_gather", tensor.nbytes)
         self.agree(timeout, encode("all_gather", tensor.nbytes))
-        if share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
+        if _share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
             tensor = tensor.clone()
         return self._start(
             "all_gather",
@@ -202,7 +226,7 @@ class MpiEngine(AgreeingEngine):
         """Reduces numbers, by MPI_Ireduce_scatter."""
         self._check_count("reduce_scatter", whole.numel())
         self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
-        if reduction.factor is not None or share_memory(whole, tensor):
+        if reduction.factor is not None or _share_memory(whole, tensor):
             whole = whole.clone()
         return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
 
@@ -210,8 +234,8 @@ class MpiEngine(AgreeingEngine):
         self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces consecutive parts of `whole`, of `sizes` elements; `whole` may be changed."""
-        own = Reducible.of(whole, reduction)
-        result = Reducible.of(tensor, Reduction("sum"))
+        own = _Reducible.of(whole, reduction)
+        result = _Reducible.of(tensor, Reduction("sum"))
         return self._start(
             "reduce_scatter",
             timeout,
@@ -357,3 +381,54 @@ class MpiEngine(AgreeingEngine):
         """Frees the communicator, unless MPI may still use it for abandoned operations or a process has died."""
         if not self._world.progress.abandoned and self._world.failure is None:
             self._comm.Free()
+
+
+@final
+@dataclass(slots=True)
+class _Reducible:
+    """A tensor as numbers that MPI can reduce.
+
+    numbers: one of MPI's dtypes; shares the tensor's memory or is a copy.
+    wide: the copy in a wider dtype; None if there is none.
+    is_bool: whether the numbers are bytes that represent bools.
+    """
+
+    numbers: Tensor
+    wide: Tensor | None
+    is_bool: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, reduction: Reduction) -> "_Reducible":
+        """Multiplies the tensor by the reduction's factor, if there is one, and returns it as numbers."""
+        prepare(reduction, tensor)
+        if tensor.dtype in _WIDER:
+            wide = flat(tensor).to(_WIDER[tensor.dtype])
+            return cls(wide, wide, is_bool=False)
+        if tensor.dtype == torch.bool:
+            return cls(as_bytes(tensor), None, is_bool=True)
+        return cls(tensor, None, is_bool=False)
+
+    def spec(self, mpi: Any) -> list[Any]:
+        """Describes the numbers to mpi4py, in the module `mpi`; the description does not keep them alive."""
+        numbers, dtype = self.numbers, self.numbers.dtype
+        kind = "c" if dtype.is_complex else "f" if dtype.is_floating_point else "i" if dtype.is_signed else "u"
+        buffer = mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes)
+        return [buffer, mpi.Datatype.fromcode(f"{kind}{dtype.itemsize}")]
+
+    def op(self, mpi: Any, reduction: Reduction) -> Any:
+        """Returns MPI's operator for a reduction of the numbers."""
+        return getattr(mpi, (_BOOL_OPS if self.is_bool else _OPS)[reduction.name])
+
+    def write_result(self, tensor: Tensor, reduction: Reduction, ranks: int) -> None:
+        """Writes the numbers, which MPI has reduced over `ranks` ranks, to the tensor that this was made of."""
+        if self.wide is None:
+            finish(reduction, tensor, ranks)
+        else:
+            finish(reduction, self.wide, ranks)
+            tensor.view(-1).copy_(self.wide)
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two contiguous tensors share memory."""
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes and other < start + first.nbytes

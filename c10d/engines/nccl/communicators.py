@@ -18,10 +18,8 @@ from ....net.host_identity import HostIdentity
 from ....net.security import printable
 from ...rendezvous.hosts import insecure_problem
 from ..base import Setup
-from .dtypes import NcclCapability
-from .library import Library, translate_error
-from .plans import GpuRank
-from .streams import Gpus
+from .library import Gpus, Library, translate_error
+from .plans import GpuRank, NcclCapability
 
 __all__ = ["CommunicatorFactory", "LocalCommunicators"]
 

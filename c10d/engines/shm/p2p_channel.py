@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from ....errors import CollectiveMismatchError, CollectiveTimeoutError
-from ..memory import memmove
-from ..polling_thread import PollingThread
-from .doorbells import CACHE_LINE_BYTES, LINE_WORDS
-from .layout import BLOCKS_PER_CHANNEL
+from ..staging import memmove
+from ..threads import PollingThread
 from .peers import Peers
-from .segment import Segment
+from .segment import BLOCKS_PER_CHANNEL, CACHE_LINE_BYTES, LINE_WORDS, Segment
 
 __all__ = ["P2PChannels", "PendingReceive"]
 
@@ -39,7 +37,7 @@ POLL_INTERVAL_S = 0.005
 
 @final
 class PendingReceive:
-    """A receive in flight, a PendingOperation (c10d/engines/pending.py).
+    """A receive in flight, a PendingOperation.
 
     The channels' lock guards its attributes. `from_rank` is None for any.
     """

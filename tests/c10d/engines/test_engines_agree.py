@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.engines.shm import doorbells
+from gradwire.c10d.engines.shm import segment
 from gradwire.errors import CollectiveMismatchError, RankLostError
 from torch import Tensor
 
@@ -219,7 +219,7 @@ SHARED_MEMORY = [
 
 def sleep_at_once() -> None:
     """Has ranks on shared memory sleep rather than yield, which with more ranks than processors takes longer."""
-    doorbells.YIELDS_BEFORE_SLEEP = 0
+    segment.YIELDS_BEFORE_SLEEP = 0
 
 
 def share_memory() -> dict[str, tuple[list[list[float]], list[list[float]]]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d import PrefixStore, TCPStore
-from gradwire.c10d.engines.gloo import engine as gloo_engine
+from gradwire.c10d.engines import gloo as gloo_engine
 from gradwire.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,

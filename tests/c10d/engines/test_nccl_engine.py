@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from gradwire.c10d.engines.nccl.dtypes import NativeReduction, NcclCapability
+from gradwire.c10d.engines.nccl.plans import NativeReduction, NcclCapability
 from gradwire.c10d.engines.reductions import Reduction
 from gradwire.errors import UnsupportedOperationError
 

@@ -5,8 +5,8 @@ import time
 from typing import NoReturn
 
 import pytest
-from gradwire.c10d.engines.pending import CombinedOperation, CompletedOperation, OperationWithFinalStep
-from gradwire.c10d.engines.serial_queue import SerialQueue
+from gradwire.c10d.engines.base import CombinedOperation, CompletedOperation, OperationWithFinalStep
+from gradwire.c10d.engines.threads import SerialQueue
 from gradwire.c10d.groups.work import GroupWork
 from gradwire.errors import ProcessGroupError
 

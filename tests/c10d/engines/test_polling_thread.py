@@ -2,7 +2,7 @@
 
 import threading
 
-from gradwire.c10d.engines.polling_thread import MAX_IDLE_POLLS, PollingThread
+from gradwire.c10d.engines.threads import MAX_IDLE_POLLS, PollingThread
 
 
 class Wake(threading.Event):

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from gradwire.c10d.engines.serial_queue import SerialQueue
+from gradwire.c10d.engines.threads import SerialQueue
 from gradwire.c10d.groups.work import GroupWork
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d.engines.reductions import Reduction, combine
-from gradwire.c10d.engines.shm.layout import SLOT_BYTES
+from gradwire.c10d.engines.shm.segment import SLOT_BYTES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore
 from gradwire.c10d.engines import Setup
-from gradwire.c10d.engines.shm import doorbells as shm_doorbells
-from gradwire.c10d.engines.shm import processes as shm_processes
-from gradwire.c10d.engines.shm.doorbells import CACHE_LINE_BYTES, Doorbells
+from gradwire.c10d.engines.shm import peers as shm_peers
+from gradwire.c10d.engines.shm import segment as shm_segment
 from gradwire.c10d.engines.shm.engine import ShmEngine
-from gradwire.c10d.engines.shm.layout import BLOCKS_PER_CHANNEL, Layout
+from gradwire.c10d.engines.shm.segment import BLOCKS_PER_CHANNEL, CACHE_LINE_BYTES, Doorbells, Layout
 from gradwire.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -287,8 +286,8 @@ def test_a_waiting_rank_uses_little_processor_time(group, tmp_path):
 
 def ping_pong(rank: int, path: Path, rounds: int) -> int:
     """Two processes that sleep until the other one wakes them, for up to an hour."""
-    shm_doorbells.SPINS_BEFORE_YIELD = shm_doorbells.YIELDS_BEFORE_SLEEP = 0
-    shm_doorbells._sleep_timeout.seconds = 3600
+    shm_segment.SPINS_BEFORE_YIELD = shm_segment.YIELDS_BEFORE_SLEEP = 0
+    shm_segment._sleep_timeout.seconds = 3600
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 4096)
     doorbells = Doorbells(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
@@ -330,8 +329,8 @@ def test_ranks_on_two_hosts_are_refused(workers, tmp_path):
     other.write_text("another-boot\n")
 
     def move() -> None:
-        shm_processes.BOOT_ID = other
-        shm_processes.socket.gethostname = lambda: "elsewhere"
+        shm_peers.BOOT_ID = other
+        shm_peers.socket.gethostname = lambda: "elsewhere"
 
     store = tmp_path / "store"
     first, second = workers(2)
@@ -384,7 +383,7 @@ def test_a_missing_rank_is_named(workers, tmp_path):
 def test_other_processors_are_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsupportedOperationError, match="cannot run on linux on aarch64: it needs Linux and the"):
-        shm_doorbells.check_platform()
+        shm_segment.check_platform()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 128])

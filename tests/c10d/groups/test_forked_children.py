@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradwire import c10d, rpc
 from gradwire.c10d.engines.base import Setup
-from gradwire.c10d.engines.gloo.engine import GlooEngine
+from gradwire.c10d.engines.gloo import GlooEngine
 from gradwire.errors import NotInitializedError, ProcessGroupError, RendezvousError, StoreError
 
 import tests.c10d.engines.fake_nccl  # noqa: F401 - registers its engine, in workers too

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.engines.gloo import engine as gloo_engine
+from gradwire.c10d.engines import gloo as gloo_engine
 from gradwire.errors import CollectiveTimeoutError, RankLostError
 
 from tests.c10d.members import everywhere, total

@@ -21,26 +21,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
-from ....net.host_identity import can_share_loopback
-from ....net.inheritance import keep_in_children
-from ....net.interfaces import INTERFACE_VARIABLE, LOOPBACK, address_for_others
-from ....net.socket_owners import cut_off_other_users, own_listening_ports
-from ....torch_internals import AllgatherOptions
-from ...rendezvous.hosts import gather_consenting_hosts
-from ...stores.views import PrefixStore, store_host
-from ..base import Setup
-from ..fingerprint import AgreeingEngine, encode, encode_parts
-from ..memory import as_bytes, flat, join_bytes, split_bytes
-from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
-from ..reductions import Reduction, combine_all, finish, prepare, prepared
-from .pending import GlooCollective, GlooMessage
+from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ...net.host_identity import can_share_loopback
+from ...net.inheritance import keep_in_children
+from ...net.interfaces import INTERFACE_VARIABLE, LOOPBACK, address_for_others
+from ...net.socket_owners import cut_off_other_users, own_listening_ports
+from ...torch_internals import AllgatherOptions
+from ..rendezvous.hosts import gather_consenting_hosts
+from ..stores.views import PrefixStore, store_host
+from ..torch_types import TorchWork
+from .base import CombinedOperation, OperationWithFinalStep, PendingOperation, Setup
+from .fingerprint import AgreeingEngine, encode, encode_parts
+from .reductions import Reduction, combine_all, finish, prepare, prepared
+from .staging import as_bytes, flat, join_bytes, split_bytes
 
 __all__ = ["GlooEngine"]
 
 log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 _REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Dtypes that Gloo reduces correctly. It treats bools as bytes, whose sums are no bools."""
 
@@ -50,6 +50,9 @@ a machine that is too busy."""
 
 CLOSING_TAG = 2**31 - 1
 """Tag of the receives that time out to have Gloo close its connections. No message has this tag."""
+
+SPIN_S = 0.0004
+"""Seconds for which a thread polls, yielding the processor, before it sleeps in C++; waking up takes as long."""
 
 
 @final
@@ -67,7 +70,7 @@ class GlooEngine(AgreeingEngine):
         super().__init__(setup)
         self._store = PrefixStore("gloo", setup.store)  # C++ keeps its C++ part alive, but not its Python object
         self._failed = threading.Event()
-        self._any_source_receives: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
+        self._any_source_receives: weakref.WeakSet[_GlooMessage] = weakref.WeakSet()
         try:
             self._gloo: Any = _connect(self._store, setup)
         except RuntimeError as error:
@@ -229,7 +232,7 @@ class GlooEngine(AgreeingEngine):
             work = getattr(self._gloo, function)(*tensors, options)
         except RuntimeError as error:
             raise self.translate_error(error, name, timeout, time.monotonic()) from error
-        return GlooCollective(self.translate_error, work, name, timeout)
+        return _GlooCollective(self, work, name, timeout)
 
     def _divided(self, pending: PendingOperation, reduction: Reduction, tensor: Tensor) -> PendingOperation:
         """Divides the sums that Gloo computed for averages of integers, of which it has none."""
@@ -263,7 +266,7 @@ class GlooEngine(AgreeingEngine):
             work = getattr(self._gloo, operation)([data], *address)
         except RuntimeError as error:
             raise self.translate_error(error, operation, timeout, time.monotonic()) from error
-        message = GlooMessage(self.translate_error, work, operation, timeout)
+        message = _GlooMessage(self, work, operation, timeout)
         if operation == "recv_anysource":
             self._any_source_receives.add(message)
         return message
@@ -271,7 +274,7 @@ class GlooEngine(AgreeingEngine):
     # Failures
 
     def translate_error(self, error: RuntimeError, operation: str, timeout: float, start_time: float) -> Exception:
-        """Fails the group for an error of Gloo, and returns the error to raise; see TranslateError."""
+        """Fails the group for an error of Gloo, and returns the error to raise."""
         if self.failure is not None:
             return self.failure
         text = _first_line(error)
@@ -356,3 +359,163 @@ def _then(pending: PendingOperation | None, function: Callable[[], None]) -> Pen
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
+
+
+class _GlooOperation:
+    """An operation in flight, which may take `timeout` seconds, and torch's Work for it."""
+
+    def __init__(self, engine: GlooEngine, work: TorchWork, operation: str, timeout: float) -> None:
+        self._engine = engine
+        self._work: Any = work  # dropped when done, as it holds the tensors
+        self._operation = operation
+        self._timeout = timeout
+        self._start_time = time.monotonic()
+        self._error: Exception | None = None
+
+    def _translated(self, error: RuntimeError) -> Exception:
+        translated = self._engine.translate_error(error, self._operation, self._timeout, self._start_time)
+        return translated.with_traceback(None)
+
+
+@final
+class _GlooCollective(_GlooOperation):
+    """A collective in flight, a PendingOperation."""
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits in C++; see PendingOperation.wait."""
+        work = self._work
+        if work is not None:
+            _spin(work)
+            try:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(timeout, 0.001)))
+            except RuntimeError as error:
+                if not work.is_completed():
+                    raise TimeoutError from None
+                self._error = self._translated(error)
+            self._work = None
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Returns whether the operation has finished, successfully or not."""
+        work = self._work
+        if work is None or work.is_completed():
+            with suppress(Exception):  # `wait` raises it again
+                self.wait(None)
+        return self._work is None
+
+    def peek(self) -> bool:
+        """Returns whether the operation has finished, but does not fail the group if it has failed."""
+        work = self._work
+        return work is None or work.is_completed()
+
+    def source(self) -> int:
+        """Raises NotImplementedError, as collectives have no source."""
+        raise NotImplementedError
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` on one of Gloo's threads when the operation is done, or immediately if it is done."""
+        work = self._work
+        if work is None:
+            callback()
+        else:
+            work.get_future().add_done_callback(lambda _: callback())
+
+
+@final
+class _GlooMessage(_GlooOperation):
+    """A send or receive in flight, a PendingOperation.
+
+    Gloo makes progress by itself, but reports the end of a message only to a thread that waits for it. So the
+    first `wait` without a timeout waits in C++ itself. A thread is started for that if `done` or `on_done` is
+    called before, if `wait` has a timeout, or for a receive from any rank.
+    """
+
+    def __init__(self, engine: GlooEngine, work: TorchWork, operation: str, timeout: float) -> None:
+        super().__init__(engine, work, operation, timeout)
+        self._lock = threading.Lock()
+        self._has_waiter = threading.Lock()  # acquired for good by whoever waits in C++, without blocking
+        self._is_done = False
+        self._source = -1
+        self._callbacks: list[Callable[[], None]] = []
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits in C++, or for the thread that does; see PendingOperation.wait."""
+        # A failure of the group would not wake a thread that waits in C++ for a message from any rank.
+        may_wait = not self._is_done and timeout is None and self._operation != "recv_anysource"
+        if may_wait and self._has_waiter.acquire(blocking=False):
+            self._wait_in_gloo()
+        if not self._is_done:
+            event = threading.Event()
+            self.on_done(event.set)
+            if not event.wait(timeout):
+                raise TimeoutError
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Returns whether the operation has finished, successfully or not."""
+        if not self._is_done:
+            self._ensure_waiter()
+        return self._is_done
+
+    def peek(self) -> bool:
+        """Returns whether the operation is known to have finished. It is not before some thread waits for it."""
+        return self._is_done
+
+    def source(self) -> int:
+        """Returns the rank that sent the message, once a receive is done."""
+        return self._source
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once when the operation is done, or immediately if it is done already."""
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                callback = self._ensure_waiter
+        callback()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the operation with an error at once, although Gloo may still be working on it."""
+        self._finish(error.with_traceback(None))
+
+    def _ensure_waiter(self) -> None:
+        """Starts a thread that waits in C++ unless some thread does already."""
+        if self._has_waiter.acquire(blocking=False):
+            name = f"gradwire-gloo-{self._operation}"
+            threading.Thread(target=self._wait_in_gloo, name=name, daemon=True).start()
+
+    def _wait_in_gloo(self) -> None:
+        remaining = self._start_time + self._timeout - time.monotonic()
+        work = self._work
+        if work is None:  # `fail` was called
+            return
+        try:
+            work.wait(timedelta(seconds=max(remaining, 0.001)))
+        except RuntimeError as error:
+            self._finish(self._translated(error))
+            return
+        if self._operation != "send":
+            self._source = int(work._source_rank())
+        self._finish(None)
+
+    def _finish(self, error: Exception | None) -> None:
+        with self._lock:
+            if self._is_done:
+                return
+            self._error = error
+            self._work = None  # it holds the tensor
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+def _spin(work: TorchWork) -> None:
+    """Yields the processor until an operation is done, for at most `SPIN_S` seconds."""
+    deadline = time.monotonic() + SPIN_S
+    while not work.is_completed() and time.monotonic() < deadline:
+        os.sched_yield()
