@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
@@ -36,6 +36,9 @@ class SilentTransport:
     def break_off(self, _reason: str) -> None:
         pass
 
+    def renewed(self) -> Self:
+        return self
+
     refuse = break_off
 
 
@@ -54,16 +57,12 @@ def simulated_parts(
         make_channels: makes the channels to a peer; None if all payloads are small.
     """
     parts: Any = SimpleNamespace(
-        streams=SimpleNamespace(
-            make=make_transport,
-            renew=lambda ended: ended,
-        ),
         channels=SimpleNamespace(to=make_channels or _refuse_large),
         links=links or simulated_links(),
     )
     return PeerParts(
         parts.links,
-        parts.streams,
+        make_transport,
         lambda transport, _worker: transport,
         parts.channels,
         messages,  # type: ignore[arg-type]

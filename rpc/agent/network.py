@@ -28,7 +28,7 @@ from ..peers.peer import MessageListener, Peer, PeerParts
 from ..peers.peers import Peers
 from ..transports.base import Transport
 from ..transports.grpc_endpoint import GrpcEndpoint, Handshake
-from ..transports.grpc_stream import serve_stream
+from ..transports.grpc_stream import GrpcStream, serve_stream
 from ..transports.liveness import Heartbeats, Pulse
 from ..transports.outbox import StreamParts
 from ..transports.sockets import TCP, UNIX, BulkSockets, SocketListener
@@ -119,7 +119,7 @@ class Network:
         links = Links(loop, self._options.liveness, where, self._evictions, watchers, self._executor)
         self._parts = PeerParts(
             links,
-            self._streams,
+            partial(GrpcStream, self._streams),
             lambda transport, peer: wrap(transport, peer, loop),
             self.channels,
             messages,

@@ -34,7 +34,6 @@ from ..contracts.options import FlowControlOptions
 from ..contracts.worker import Member, WorkerEnd, WorkerInfo
 from ..transports.base import ENDED, LoopbackTransport, Transport, TransportClosedError
 from ..transports.grpc_stream import GrpcStream
-from ..transports.outbox import StreamParts
 from ..transports.socket_frames import MAX_ENVELOPE_BYTES
 from ..transports.sockets import TCP, UNIX
 from ..wire.parsing import check_envelope
@@ -95,7 +94,7 @@ class PeerParts:
     """What the peers of one agent share.
 
     links: what their links share.
-    streams: what the streams to them share.
+    make_stream: makes a connection to a peer at an address, which is not connected.
     wrap: wraps every transport.
     channels: what their channels share.
     messages: handles what arrives.
@@ -103,7 +102,7 @@ class PeerParts:
     """
 
     links: Links
-    streams: StreamParts
+    make_stream: "Callable[[Peer, str], GrpcStream]"
     wrap: Callable[[Transport, WorkerInfo], Transport]
     channels: Channels
     messages: MessageListener
@@ -303,7 +302,7 @@ class Peer:
             transport = LoopbackTransport(self)
         else:
             self.link = Link(self, member.address, parts.links)
-            transport = self.stream = GrpcStream(parts.streams, self, member.address)
+            transport = self.stream = parts.make_stream(self, member.address)
         self.transport = parts.wrap(transport, info)
 
     def __getattr__(self, name: str) -> Any:

@@ -44,7 +44,7 @@ from tests.fuzz.framing import framed, unframed
 from tests.fuzz.rpc_value_targets import MAX_OPERATIONS, PICKLES
 from tests.fuzz.rpc_wire_targets import AUDIT, ENVELOPES, FAILURES, ME, MIB, PEER
 from tests.fuzz.target import Target
-from tests.simulated_peers import simulated_parts
+from tests.simulated_peers import simulated_links, simulated_parts
 
 __all__ = ["ANSWER_TYPES", "RPC_MESSAGE_TARGETS", "valid_messages"]
 
@@ -101,9 +101,10 @@ class _Threads:
     name = "fuzz"
     read_answer = None
 
-    def listen(self, _where: object, messages: Any, make_changes: Any) -> str:
+    def listen(self, _where: object, messages: Any, watchers: Any) -> str:
         self.messages = messages
-        self._parts = simulated_parts(lambda *_: self, messages, make_changes, make_channels=_inline_channels)
+        links = simulated_links(watchers, self)
+        self._parts = simulated_parts(lambda *_: self, messages, links, _inline_channels)
         return ""
 
     def open(self, members: Sequence[Member], _control: object) -> None:
