@@ -24,7 +24,7 @@ from ..errors import LimitReachedError, RemoteError, RRefError
 from ..proto.v1 import agent_pb2
 from ..rpc.calls.handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Confirmation, Deferred, Incoming, LaterAnswer
+from ..rpc.contracts.messages import Confirmation, Deferred, Incoming
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..rpc.execution.futures import copy_error, printable_text, without_frames
 from ..rpc.profiling.extension import run_profiled
@@ -547,7 +547,7 @@ class ValueServer:
         self._table.mark_created(entry)
         return entry
 
-    def serve_creation(self, message: Incoming, entry: OwnedValue) -> LaterAnswer | None:
+    def serve_creation(self, message: Incoming, entry: OwnedValue) -> Deferred | Confirmation | None:
         """Runs a call and keeps its result. Answers when the call has ended, successfully or not."""
         try:
             function, args, kwargs = message.value

@@ -32,7 +32,6 @@ __all__ = [
     "Deferred",
     "Handler",
     "Incoming",
-    "LaterAnswer",
     "MessageType",
     "Outgoing",
     "Request",
@@ -141,15 +140,9 @@ class Outgoing:
         return agent_pb2.Envelope(id=self.envelope.id, type=self.envelope.type).SerializeToString()
 
 
-class LaterAnswer:
-    """What a handler returns in place of an answer to be sent at once: a Deferred or a Confirmation."""
-
-    __slots__ = ()
-
-
 @final
 @dataclass(slots=True, frozen=True)
-class Deferred(LaterAnswer):
+class Deferred:
     """The answer of a handler that is not known yet. No thread waits for the future.
 
     on_aborted: called on any thread if nobody waits for the answer any more: the caller has cancelled the request,
@@ -162,7 +155,7 @@ class Deferred(LaterAnswer):
 
 @final
 @dataclass(slots=True, frozen=True)
-class Confirmation(LaterAnswer):
+class Confirmation:
     """The answer None, as a control message, to a request whose envelope says that it can wait.
 
     then: called when it waits. If the control thread is woken afterwards, it sends it.
@@ -175,7 +168,7 @@ class Confirmation(LaterAnswer):
 class Handler:
     """What a message type means.
 
-    run: processes a message and returns its answer, a value or a LaterAnswer.
+    run: processes a message and returns its answer, a value, a Deferred or a Confirmation.
     user_values: whether its messages and answers carry users' values; then the hooks of the extensions run on
         them, and shutdown waits for them.
     cancellable: whether callers may cancel such a request before it has begun to run.

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, final
 
 from ...errors import (
     AnswerFailedError,
@@ -46,7 +46,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader
-from ..contracts.devices import NO_DEVICES
+from ..contracts.devices import NO_DEVICES, device_map_of_answer
 from ..contracts.extension import Awaited
 from ..contracts.messages import (
     ERROR,
@@ -55,7 +55,6 @@ from ..contracts.messages import (
     Deferred,
     Handler,
     Incoming,
-    LaterAnswer,
     Outgoing,
     UnwantedMessageError,
 )
@@ -155,10 +154,6 @@ class ServedCalls:
             return RpcTimeoutError(self._name, call.envelope.timeout_ms / 1000, activity)
         return None
 
-    def is_due(self, call: ServedCall) -> bool:
-        """Returns whether `begin` would have a request begin now."""
-        return call.key in self.waiting and not call.is_expired
-
     def cancel(self, key: CallKey) -> bool:
         """Keeps a request from beginning, if it has arrived and has not begun; returns whether it does."""
         is_cancelled = self.waiting.pop(key, None) is not None
@@ -172,35 +167,15 @@ class ServedCalls:
             if key[0] == source.id:
                 self.cancel(key)
 
-    # Those that are answered later.
-
-    def defer(self, call: ServedCall, message: Incoming, answer: Deferred) -> bool:
-        """Registers a request whose answer a future will have.
-
-        Returns:
-            False if nobody waits for the answer: what ended it came before it was there to be found.
-        """
-        call.message, call.on_aborted = message, answer.on_aborted
-        self.deferred[call.key] = call
-        return not call.is_cancelled and call.source.end is None
-
-    def expired(self) -> list[CallKey]:
-        """Returns the keys of those whose callers do not wait any longer."""
-        return [key for key, call in self.deferred.copy().items() if call.is_expired]
-
     def seconds_left(self) -> float | None:
-        """Returns the time until the next of them expires; None for never."""
+        """Returns the time until the next deferred one expires; None for never."""
         deadlines = [call.deadline for call in self.deferred.copy().values() if call.deadline]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def deferred_of(self, source: Peer) -> list[CallKey]:
-        """Returns the keys of those of a worker."""
-        return [key for key in self.deferred.copy() if key[0] == source.id]
 
     # Those that wait without a thread.
 
     def park(self, call: ServedCall, awaited: Sequence[Awaited], resume: Callable[[ServedCall], None]) -> None:
-        """Has a request, which `is_due`, wait.
+        """Has a request wait.
 
         Args:
             call: the request.
@@ -281,22 +256,15 @@ class ServedCalls:
 class Server(WorkerWatcher):
     """Runs the handlers of requests, on the executor's threads, and sends their answers."""
 
-    def __init__(
-        self,
-        parts: CallParts,
-        codec: Codec,
-        calls: ServedCalls,
-        backlogs: Backlogs,
-    ) -> None:
-        """Makes the server of one agent."""
+    def __init__(self, parts: CallParts, codec: Codec, calls: ServedCalls, backlogs: Backlogs) -> None:
         self.calls = calls
+        self.backlogs = backlogs
         self.answering = CallCounter()
-        """Those of the latter whose answer is known and has not been sent."""
+        """The requests that were deferred, and whose answers are known and have not been sent."""
         self._me = codec.values.me
         self._codec = codec
         self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
         self._counter, self._nesting = parts.counter, parts.flow_control.nesting
-        self.backlogs = backlogs
 
     def arrive(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
         """Notes a request that has arrived; its payloads may be on their way. Called on any thread."""
@@ -368,7 +336,7 @@ class Server(WorkerWatcher):
         awaited: list[Awaited] = []
         for wait_before_run in self._extensions.wait_before_run:
             awaited += wait_before_run(call.envelope)
-        if not awaited or not self.calls.is_due(call):
+        if not awaited or call.key not in self.calls.waiting or call.is_expired:
             return False
         try:
             self.calls.park(call, awaited, self._submit_again)
@@ -430,27 +398,13 @@ class Server(WorkerWatcher):
             # Memory that the sender shares with this worker goes back to it with the answer.
             message.value, message.body = None, b""
             message.tensors.clear()
-            if isinstance(result, LaterAnswer):
-                if isinstance(result, Confirmation):
-                    self._codec.confirm(message)
-                    self._executor.call_last(result.then)
-                    return
-                deferred = cast(Deferred, result)
-                future = deferred.future
-                if not future.done():
-                    if handler.user_values:
-                        self._counter.begin_answer()
-                    is_awaited = self.calls.defer(call, message, deferred)
-                    future.add_done_callback(partial(self._answer_later, call.key))
-                    if not is_awaited:
-                        self._executor.submit(self.abort, [call.key])
-                    return
-                # Not raised here: every raise would add a frame to an error that is kept.
-                if (error := future.exception()) is not None:
-                    self._answer_error(call.source, message.envelope, error)
-                    return
-                result = future.result()
-            if message.envelope.id:
+            kind = type(result)
+            if kind is Confirmation:
+                self._codec.confirm(message)
+                self._executor.call_last(result.then)
+            elif kind is Deferred:
+                self._defer(call, message, handler, result)
+            elif message.envelope.id:
                 answer = self._pack_answer(message, result, handler)
                 del result  # it may be in that memory, too
                 self._send_answer(call.source, answer)
@@ -460,8 +414,8 @@ class Server(WorkerWatcher):
                 handler.on_error(message, error)
 
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
-        has_map = request.envelope.device_map
-        device_map = self._codec.device_map(request.source, request) if has_map else NO_DEVICES
+        mappings = request.envelope.device_map
+        device_map = device_map_of_answer(mappings) if mappings else NO_DEVICES
         values = self._codec.values
         try:
             packed = values.packer.pack(value, "the result", device_map)
@@ -480,6 +434,21 @@ class Server(WorkerWatcher):
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
+    def _defer(self, call: ServedCall, message: Incoming, handler: Handler, answer: Deferred) -> None:
+        """Has a request answered with what a future has, now or later."""
+        if answer.future.done():
+            self._answer_with(answer.future, call, message, handler)
+            return
+        if handler.user_values:
+            self._counter.begin_answer()
+        call.message, call.on_aborted = message, answer.on_aborted
+        self.calls.deferred[call.key] = call
+        # What ends the wait for it may have come before it was there to be found.
+        is_awaited = not call.is_cancelled and call.source.end is None
+        answer.future.add_done_callback(partial(self._answer_later, call.key))
+        if not is_awaited:
+            self._executor.submit(self.abort, [call.key])
+
     def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
         if (call := self.calls.deferred.pop(key, None)) is not None:
@@ -491,17 +460,22 @@ class Server(WorkerWatcher):
         assert request is not None
         assert handler is not None
         try:
-            # Not raised here: every raise would add a frame to an error that is kept.
-            if (error := future.exception()) is not None:
-                self._answer_error(call.source, request.envelope, error)
-            elif request.envelope.id:
-                self._send_answer(call.source, self._pack_answer(request, future.result(), handler))
+            self._answer_with(future, call, request, handler)
         except BaseException as error:
             self._answer_error(call.source, request.envelope, error)
         finally:
             self.answering.end_answer()
             if handler.user_values:
                 self._counter.end_answer()
+
+    def _answer_with(
+        self, future: "concurrent.futures.Future[Any]", call: ServedCall, request: Incoming, handler: Handler
+    ) -> None:
+        # Its error is not raised here: every raise would add a frame to an error that is kept.
+        if (error := future.exception()) is not None:
+            self._answer_error(call.source, request.envelope, error)
+        elif request.envelope.id:
+            self._send_answer(call.source, self._pack_answer(request, future.result(), handler))
 
     def on_cancelled(self, worker: WorkerInfo, payload: tuple[int]) -> None:
         """Handles CANCELLED. Called on any thread."""
@@ -530,11 +504,11 @@ class Server(WorkerWatcher):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Aborts the answers to a worker that is lost."""
-        self.abort(self.calls.deferred_of(self._peers.of(worker)))
+        self.abort([key for key in self.calls.deferred.copy() if key[0] == worker.wire_id])
 
     def abort_expired(self) -> None:
         """Aborts the answers for which their callers do not wait any longer."""
-        self.abort(self.calls.expired())
+        self.abort([key for key, call in self.calls.deferred.copy().items() if call.is_expired])
 
     def abort(self, keys: Iterable[CallKey]) -> None:
         """Aborts answers: their callers are told that there will be none, and nothing waits for them here."""
