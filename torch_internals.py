@@ -16,7 +16,7 @@ Differences between the supported releases of torch:
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -46,6 +46,8 @@ from torch.jit._builtins import _find_builtin as find_builtin
 from torch.jit._recursive import ScriptMethodStub, wrap_cpp_module
 from torch.jit._script import RecursiveScriptModule
 from torch.utils._pytree import tree_map_only
+
+from .errors import RpcError
 
 __all__ = [
     "HAS_PYTHON_BACKENDS",
@@ -79,6 +81,7 @@ __all__ = [
     "known_groups",
     "load_script",
     "neg_view",
+    "not_scriptable",
     "parse_def",
     "parse_legacy_records",
     "profiler_enabled",
@@ -100,6 +103,7 @@ __all__ = [
     "tree_map_only",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M")
 
 HAS_PYTHON_BACKENDS = torch.__version__ >= "2.14"  # a TorchVersion: compares as a version, not as text
@@ -180,6 +184,19 @@ def load_script(data: bytes) -> Any:
     load: Any = torch._C.import_ir_module_from_buffer  # its stub lacks the last argument
     restore_shapes = False
     return wrap_cpp_module(load(unit, data, None, {}, restore_shapes))  # type: ignore[no-untyped-call]
+
+
+def not_scriptable(function: F) -> F:
+    """Decorates a function so that `torch.jit.script` refuses code that calls it, with an error that says why."""
+
+    def refuse() -> NoReturn:
+        raise RpcError(
+            f"{function.__name__} cannot be called from inside TorchScript (torch.jit is deprecated): make the "
+            "call in Python, and send the script function"
+        )
+
+    function.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
+    return function
 
 
 def script_methods(scripted: torch.jit.ScriptModule) -> list[Any]:

@@ -29,7 +29,7 @@ from .worker_sets import WorkerSet, preload
 MARKED = [
     ("gradwire.rpc.wire.pickling", "Packer", "pack"),
     ("gradwire.rpc.requests.codec", "Codec", "try_to_send"),
-    ("gradwire.rpc.policy.value_readers", "PickleReader", "read"),
+    ("gradwire.rpc.wire.pickling", "PickleReader", "read"),
     ("gradwire.rpc.transports.socket_frames", "FrameWriter", "send"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "read"),
     ("gradwire.rpc.requests.server", "Server", "serve"),

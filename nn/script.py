@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.jit.frontend import build_def
 
-from ..rpc.wire.script import reduce_script_module as reduce_any_script_module
 from ..torch_internals import (
     FunctionModifiers,
     RecursiveScriptModule,
     ScriptMethodStub,
     compile_script,
     createResolutionCallbackFromClosure,
+    load_script,
     parse_def,
+    save_script,
 )
 
 __all__ = ["check_interface", "compile_module", "reduce_script_module", "scriptable_module"]
@@ -54,7 +55,7 @@ def reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:
             "Passing a script RemoteModule over RPC is not supported. Send the reference to its module, "
             "get_module_rref() before compilation, and pass that to RemoteModule.init_from_module_rref there"
         )
-    return reduce_any_script_module(module)
+    return load_script, (save_script(module),)
 
 
 def scriptable_module(interface: type, call: Callable[..., torch.futures.Future[Any]]) -> nn.Module:

@@ -28,8 +28,7 @@ from ..rpc.contracts.policy import MethodGuard, expose, guarded_by
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, copy_error, error_of
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
-from ..rpc.wire.script import not_scriptable
-from ..torch_internals import profiler_enabled
+from ..torch_internals import not_scriptable, profiler_enabled
 from .handles import OwnerHandle, UserHandle, references_of
 from .owner_table import GlobalId, ValueTimeoutError, name_needed
 

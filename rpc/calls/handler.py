@@ -21,7 +21,7 @@ __all__ = ["Calls", "log_failure", "run_function"]
 log = logging.getLogger("gradwire.rpc.calls")
 
 USER_CODE_CALLERS = ("run_function",)
-"""Tracebacks for users begin below the frames of these functions: see wire/tracebacks.py."""
+"""Tracebacks for users begin below the frames of these functions: see wire/failures.py."""
 
 
 @final

@@ -10,14 +10,13 @@ import torch
 
 from ...net.inheritance import at_fork
 from ...proto.v1 import agent_pb2
-from ...torch_internals import profiler_enabled
+from ...torch_internals import not_scriptable, profiler_enabled
 from ..contracts.agent import Destination, current_agent, holder
 from ..contracts.messages import CALL, CALL_PARTS, UNSET_RPC_TIMEOUT, Request, check_call, check_timeout
 from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.futures import Future, as_concurrent_future
 from ..profiling.extension import RPCExecMode, profiled_call
-from ..wire.script import not_scriptable
 
 __all__ = [
     "broadcast_call",

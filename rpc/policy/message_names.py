@@ -24,9 +24,9 @@ from ...errors import rebuild_exception
 from ...proto.v1 import agent_pb2
 from ..contracts.options import BY_VALUE
 from ..contracts.policy import Exposure, MethodGuard, Policy, exposure_of
-from ..wire import script, small_tensors, unpickling
+from ..wire import pickling, small_tensors
+from ..wire.pickling import as_parameter
 from ..wire.tensor_memory import MAX_DIMENSIONS
-from ..wire.unpickling import as_parameter
 
 __all__ = [
     "GETATTR",
@@ -123,10 +123,10 @@ class MessageNames:
         """Names in the pickle that it has not used yet. All must be accepted before anything exposed runs."""
         self._makers: Mapping[tuple[str, str], Callable[..., Any]] = {
             **_MAKERS,
-            (unpickling.__name__, "tensor_placeholder"): partial(_item, tensors),
-            (unpickling.__name__, "reference_placeholder"): partial(_item, references),
-            (unpickling.__name__, "parameter_placeholder"): partial(_make_parameter, tensors),
-            (script.__name__, "_import"): self._script_function,
+            (pickling.__name__, "tensor_placeholder"): partial(_item, tensors),
+            (pickling.__name__, "reference_placeholder"): partial(_item, references),
+            (pickling.__name__, "parameter_placeholder"): partial(_make_parameter, tensors),
+            (pickling.__name__, "_import"): self._script_function,
             (errors.__name__, "rebuild_exception"): self._rebuild_exception,
         }
 

@@ -13,13 +13,33 @@ overflows the stack, and that of a tuple which has the next one twice on each le
 """
 
 import struct
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, final
 
-from ..contracts.messages import Buffer
-from .message_names import GETATTR, MALFORMED, Made, MessageNames, Name, RefusedValueError
+import torch
 
-__all__ = ["read_plain_pickle"]
+from ...errors import PolicyError
+from ...net.security import Audit
+from ..contracts.messages import Buffer, Incoming
+from ..contracts.policy import Policy
+from ..contracts.worker import WorkerInfo
+from ..wire.failures import explain_missing
+from ..wire.pickling import unpickle
+from .message_names import (
+    GETATTR,
+    MALFORMED,
+    Made,
+    MessageNames,
+    Name,
+    RefusedValueError,
+    is_method_exposed,
+    show,
+)
+
+__all__ = ["RestrictedReader"]
 
 PROTOCOLS = range(2, 6)
 STOP = ord(".")
@@ -89,7 +109,7 @@ class _PickleMachine:
     """
 
     def __init__(self, data: Buffer, names: MessageNames, max_depth: int, max_operations: int) -> None:
-        """Begins at the first byte of a pickle. The limits are those of `read_plain_pickle`."""
+        """Begins at the first byte of a pickle. The limits are those of `_read_plain_pickle`."""
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -317,7 +337,7 @@ Operation = Callable[[_PickleMachine], None]
 """What an opcode does."""
 
 
-def read_plain_pickle(data: Buffer, names: MessageNames, max_depth: int, max_operations: int) -> Any:
+def _read_plain_pickle(data: Buffer, names: MessageNames, max_depth: int, max_operations: int) -> Any:
     """Returns the value of a pickle, of at most so many levels of containers, in at most so many steps.
 
     Raises:
@@ -496,3 +516,85 @@ _OPERATIONS: Mapping[int, Operation] = {
     ord("b"): _build,
 }
 """What the opcodes do. Those that gradwire's pickler does not write are not accepted."""
+
+
+@final
+class RestrictedReader:
+    """Accepts what the policy for the sender of a message says. Safe to use from any thread."""
+
+    def __init__(self, me: WorkerInfo, policy: Policy, audit: Audit) -> None:
+        """Makes the reader of one worker, whose messages to itself may have anything."""
+        self._audit = audit
+        self._me = me
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages were refused, by the name of their sender."""
+        with self._lock:
+            return dict(self._refused)
+
+    def read(self, message: Incoming) -> Any:
+        """Returns the value of a message.
+
+        Raises:
+            PolicyError: the policy does not accept it; nothing of it has run.
+            SerializationError: this worker has not got what it names.
+            Exception: whatever unpickling the value raises.
+        """
+        try:
+            return self._read(message.source, message.body, message.tensors, message.references)
+        except (AttributeError, ImportError) as error:
+            raise explain_missing(error, self._me.name) from error
+
+    def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
+        """Returns the value of a pickle without tensors. Raises as `read` does."""
+        return self._read(source, memoryview(data), (), ())
+
+    def _read(
+        self,
+        source: WorkerInfo,
+        data: Buffer,
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[Any],
+    ) -> Any:
+        policy = self._policy.of(source.name)
+        if policy.accepts == "anything" or source.wire_id == self._me.wire_id:
+            return unpickle(data, tensors, references)
+        names = MessageNames(policy, partial(self._check_method, policy, source), tensors, references)
+        try:
+            return _read_plain_pickle(data, names, policy.max_depth, policy.max_operations)
+        except RefusedValueError as refusal:
+            name, problem = refusal.name, str(refusal)
+        except PolicyError:
+            raise
+        except Exception as error:
+            if names.has_run:  # it may be the error of an exposed class
+                raise
+            name, problem = "", f"{MALFORMED}: {type(error).__name__}: {show(str(error))}"
+        raise self._refusal(source, name, problem)
+
+    def _check_method(self, policy: Policy, source: WorkerInfo, value: object, name: str) -> None:
+        """Raises PolicyError if a worker may not call this method, or read this attribute, of a value."""
+        if is_method_exposed(policy, value, name):
+            return
+        full = f"{type(value).__module__}.{type(value).__qualname__}.{name}"
+        raise self._refusal(
+            source,
+            full,
+            f"it uses {show(full)}, which is not exposed: decorate the method or its class with rpc.expose, or "
+            "list it in `exposed` of the rpc.Policy in this worker's RpcBackendOptions",
+        )
+
+    def _refusal(self, source: WorkerInfo, name: str, problem: str) -> PolicyError:
+        """Counts and records a message that is refused; returns the error to raise.
+
+        `name` is that of the function, class or method that is refused, if it is one.
+        """
+        name = show(name)[1:-1]
+        with self._lock:
+            self._refused[source.name] += 1
+        self._audit.deny("policy", problem, worker=source.name)
+        return PolicyError(self._me.name, source.name, name, problem)

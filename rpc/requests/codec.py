@@ -30,9 +30,9 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..peers.control import ControlStreams
 from ..peers.peer import INLINE, Peer
-from ..policy.value_readers import make_reader
+from ..policy.plain_pickle import RestrictedReader
 from ..wire.failures import decode_failure, encode_failure
-from ..wire.pickling import Packed, Packer, dumps
+from ..wire.pickling import Packed, Packer, PickleReader, dumps
 from ..wire.small_tensors import decode_inline, encode_inline
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
 
@@ -282,7 +282,8 @@ class Values:
         self.packer = packer
         self._options = options
         self._audit = audit
-        self._reader = make_reader(me, options.policy, audit)
+        policy = options.policy
+        self._reader = RestrictedReader(me, policy, audit) if policy.restricts else PickleReader(me)
         self.unpack = self._reader.read
         """Returns the value of a message: see `RestrictedReader.read`."""
         # Pickles without tensors or references apart: of control messages and errors.

@@ -11,7 +11,7 @@ from gradwire.errors import AutogradError, PolicyError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, UnwantedMessageError
-from gradwire.rpc.wire import unpickling
+from gradwire.rpc.wire import pickling
 
 from tests.autograd.test_ends_of_passes import one_more, relay
 from tests.remote_functions import assert_clean, multiply, wait_until
@@ -126,8 +126,8 @@ def test_gradients_of_others_are_not_unpickled(agents, monkeypatch):
     """Whose they are is in the header, which is compared with the sender first."""
     a, b, c = agents(3)
     read: list[object] = []
-    loads = unpickling.pickle.loads
-    monkeypatch.setattr(unpickling.pickle, "loads", lambda body: read.append(value := loads(body)) or value)
+    loads = pickling.pickle.loads
+    monkeypatch.setattr(pickling.pickle, "loads", lambda body: read.append(value := loads(body)) or value)
     with holder.using(a), autograd.context() as identifier:
         x = torch.ones(3, requires_grad=True)
         rpc.rpc_sync(b.info, torch.mul, (x, 2))

@@ -7,7 +7,8 @@ import cloudpickle
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.rpc.policy.value_readers import make_reader
+from gradwire.net.security import Audit
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from tests.compat.test_names import on_torch_names, torch_workers  # noqa: F401 - a fixture
@@ -214,7 +215,7 @@ def test_a_policy_refuses_calls_that_a_programs_pickler_has_made(torch_workers):
 
     def restrict(_):
         agent = rpc.contracts.agent.holder.get()
-        reader = make_reader(agent.info, rpc.Policy(accepts="plain"))
+        reader = RestrictedReader(agent.info, rpc.Policy(accepts="plain"), Audit(agent.info.name))
         agent._codec.values.unpack = reader.read
 
     b.run(on_torch_names, restrict)

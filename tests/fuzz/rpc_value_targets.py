@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from gradwire.errors import LossCause, PolicyError, WorkerNameError
+from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import Member, RosterVersion
 from gradwire.rpc.membership.roster import RosterError, RosterLog
-from gradwire.rpc.policy.value_readers import make_reader
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.pickling import Packer
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ PICKLES = VALUES.map(lambda value: bytes(Packer().pack(value, "the value").body)
 
 def _read_pickle(accepts: Any, data: bytes) -> None:
     """Reads a pickle; what comes out of it can be walked through, printed, hashed and compared."""
-    reader = make_reader(ME, Policy(accepts=accepts, max_operations=MAX_OPERATIONS))
+    reader = RestrictedReader(ME, Policy(accepts=accepts, max_operations=MAX_OPERATIONS), Audit(ME.name))
     message = Incoming(PEER, agent_pb2.Envelope(), data, [torch.ones(2), torch.ones(3)])
     message.references.append(object())
     value = reader.read(message)

@@ -13,7 +13,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd, WorkerInfo
 from gradwire.rpc.membership.evictions import MAX_REQUEST_BYTES, parse_question
-from gradwire.rpc.policy.value_readers import make_reader
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.profiling.sessions import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.grpc_endpoint import RefusedError
 from gradwire.rpc.wire import parsing
@@ -203,7 +203,7 @@ def decode_all_tensors(data: bytes) -> None:
 
 # Errors.
 
-reader = make_reader(ME, Policy(accepts="plain"))
+reader = RestrictedReader(ME, Policy(accepts="plain"), Audit(ME.name))
 
 FAILURES = st.sampled_from(
     [ValueError("text", 3), KeyError("key"), FileNotFoundError(2, "no such file", "name"), SystemExit(3)]

@@ -13,9 +13,10 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import LossCause, PolicyError, SerializationError, StoreTimeoutError, WorkerLostError
+from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.policy.value_readers import make_reader
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.pickling import Packer
 from hypothesis import given
@@ -29,7 +30,7 @@ MODULE = functions.__name__
 
 
 def reader(accepts: str = "plain", **options):
-    return make_reader(ME, rpc.Policy(accepts=accepts, **options))
+    return RestrictedReader(ME, rpc.Policy(accepts=accepts, **options), Audit(ME.name))
 
 
 def round_trip(value, accepts: str = "plain", **options):

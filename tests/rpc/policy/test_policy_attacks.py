@@ -15,7 +15,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.calls.streams import Streams
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType, Request
-from gradwire.rpc.wire import script
+from gradwire.rpc.wire import pickling
 
 from tests.remote_functions import kept, wait_until
 from tests.rpc.policy import policy_functions as functions
@@ -138,7 +138,7 @@ def test_all_ways_to_call(attacked, folder):
             for each in calls:
                 with pytest.raises(PolicyError, match="attack_others"):
                     each()
-        for function in (os.mkdir, eval, script._import, functions.unlisted, torch.load):
+        for function in (os.mkdir, eval, pickling._import, functions.unlisted, torch.load):
             with pytest.raises(PolicyError, match="not exposed"):
                 rpc.rpc_sync("worker1", function, (folder,))
             with pytest.raises(PolicyError, match="not exposed"):

@@ -17,8 +17,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import PolicyError
+from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.policy.value_readers import make_reader
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from gradwire.rref.rref import call_method
@@ -35,7 +36,8 @@ HUGE = 1 << 60
 
 
 def load(pickled: bytes, accepts: Any = "plain", **options: Any) -> Any:
-    return make_reader(ME, rpc.Policy(accepts=accepts, **options)).load(PEER, b"\x80\x05" + pickled + b".")
+    reader = RestrictedReader(ME, rpc.Policy(accepts=accepts, **options), Audit(ME.name))
+    return reader.load(PEER, b"\x80\x05" + pickled + b".")
 
 
 def text(value: str) -> bytes:

@@ -327,8 +327,7 @@ VALUES = st.recursive(
 @given(captured=VALUES, rows=st.integers(0, 80), with_reference=st.booleans())
 def test_what_a_closure_captures_arrives(captured, rows, with_reference):
     """Packs and unpacks without workers: the namespaces of one message do not leak into the next."""
-    from gradwire.rpc.wire.pickling import Packer
-    from gradwire.rpc.wire.unpickling import unpickle
+    from gradwire.rpc.wire.pickling import Packer, unpickle
 
     class Reference:
         def __reduce__(self):

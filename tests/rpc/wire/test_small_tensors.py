@@ -7,11 +7,11 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.policy.value_readers import make_reader
-from gradwire.rpc.wire.pickling import Packer
+from gradwire.net.security import Audit
+from gradwire.rpc.policy.plain_pickle import RestrictedReader
+from gradwire.rpc.wire.pickling import Packer, unpickle
 from gradwire.rpc.wire.small_tensors import MAX_SMALL_BYTES, MAX_TINY_BYTES, pickle_small, small_tensor
 from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS, PLAIN_DTYPES
-from gradwire.rpc.wire.unpickling import unpickle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +128,7 @@ def test_the_pickle_of_a_tensor_alone_is_one_that_any_reader_reads(tensor):
     body = Packer().pack(tensor, "the value").body
     assert body == pickle_small(tensor)
     me, peer = rpc.WorkerInfo("me", 0), rpc.WorkerInfo("peer", 1)
-    restricted = make_reader(me, rpc.Policy(accepts="plain"))
+    restricted = RestrictedReader(me, rpc.Policy(accepts="plain"), Audit(me.name))
     for received in (pickle.loads(body), restricted.load(peer, body)):
         assert received.dtype is tensor.dtype
         assert torch.equal(received, tensor)

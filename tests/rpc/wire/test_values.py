@@ -8,9 +8,8 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.wire.pickling import MANY_OBJECTS, SMALL_BODY_BYTES, Packer
+from gradwire.rpc.wire.pickling import MANY_OBJECTS, ONE_TENSOR, SMALL_BODY_BYTES, Packer, unpickle
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
-from gradwire.rpc.wire.unpickling import ONE_TENSOR, unpickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,9 +13,8 @@ from gradwire.rpc.contracts.messages import Handler, MessageType, Request
 from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, PROTOCOL, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.parsing import bytes_field
-from gradwire.rpc.wire.pickling import Packer
+from gradwire.rpc.wire.pickling import Packer, unpickle
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
-from gradwire.rpc.wire.unpickling import unpickle
 from hypothesis import given, settings
 
 from tests.remote_functions import identity, wait_until
