@@ -29,7 +29,7 @@ from ..proto.v1 import agent_pb2
 from .agent.grpc_agent import AgentFactories, GrpcAgent
 from .agent.network import Network, NetworkSeams
 from .backend_registry import register_backend
-from .channels.broadcast import broadcasts
+from .channels import broadcast
 from .collectives import all_gather
 from .contracts.agent import CANCELLED
 from .contracts.extension import Extension, ExtensionFactory
@@ -52,7 +52,7 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    kinds = [CANCELLED, CONFIRMED, *all_gather.CONTROL_KINDS, *broadcasts.CONTROL_KINDS, *evictions.CONTROL_KINDS]
+    kinds = [CANCELLED, CONFIRMED, *all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS, *evictions.CONTROL_KINDS]
     classes = [each for each in DEFAULT_EXTENSIONS if isinstance(each, type) and issubclass(each, Extension)]
     return sorted([*kinds, *(kind for extension in classes for kind in extension.control_kinds)])
 

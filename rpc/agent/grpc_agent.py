@@ -19,7 +19,7 @@ import torch
 from ...c10d.stores.views import PrefixStore
 from ...errors import NotInitializedError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
-from ..channels.broadcast.broadcasts import BroadcastDependencies
+from ..channels.broadcast import BroadcastDependencies
 from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import CANCELLED, ControlValues, Destination, RpcAgent, holder

@@ -11,9 +11,9 @@ import grpc
 from ...errors import RpcError
 from ...net.addresses import format_address
 from ...net.event_loop import acquire_event_loop
+from ..channels.base import ChannelDependencies
 from ..channels.channels import Channels, PeerChannels
-from ..channels.chunked.channel import ChunkedChannel, serve_chunks
-from ..channels.chunked.sending import ChunkParts
+from ..channels.chunked import ChunkedChannel, serve_chunks
 from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
 from ..contracts.agent import ControlMessages
@@ -84,15 +84,17 @@ class Network:
         self._events.run(self._build(group))
 
     async def _build(self, group: str) -> None:
-        loop, executor, limits = self._events.loop, self._executor, self._options.channels
+        loop, executor = self._events.loop, self._executor
         executor.poller.forbid_waits_here()
         self._follower = RosterFollower(self._roster, self.peers, self.add, self.let_in, executor)
         self._handshake = Handshake(group, self.me, self.peers.by_id, self._follower.learn, self._endpoint)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
-        chunks = ChunkParts(loop, self._handshake, self._open_channel, limits)
-        bulk, load_devices = BulkSockets(loop, sockets), self._seams.load_devices
-        self.channels = Channels(executor, self._options, bulk, chunks, load_devices, self._used_channels)
+        bulk = BulkSockets(loop, sockets)
+        dependencies = ChannelDependencies(
+            loop, executor, self._options, bulk, self._handshake, self._open_channel
+        )
+        self.channels = Channels(dependencies, self._seams.load_devices, self._used_channels)
         pulse = self._pulse = Pulse()
         liveness = self._options.liveness
         self._vouching = Vouching(group, self._endpoint, self.peers, executor)

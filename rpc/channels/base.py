@@ -1,21 +1,45 @@
-"""The contract of channels, which carry payloads.
+"""The contract of channels, which carry payloads, and the bounds on what they use.
 
 A message is sent as an *envelope*, a protobuf message with its headers, and *payloads*: the bytes of its pickled
 body and of each of its tensors. A payload may travel inside the envelope or apart from it, by a channel.
 """
 
+import asyncio
 import concurrent.futures
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, final
 
+from ...errors import LimitReachedError
 from ...proto.v1 import agent_pb2
 from ..contracts.devices import DeviceBuffer
 from ..contracts.messages import Buffer
-from ..contracts.options import ChannelOptions
+from ..contracts.options import ChannelOptions, RpcBackendOptions
 from ..contracts.worker import Member, WorkerEnd
-from ..transports.sockets import BulkPeer
+from ..execution.executor import Executor
+from ..transports.grpc_endpoint import Handshake
+from ..transports.sockets import BulkPeer, BulkSockets
 
-__all__ = ["Arriving", "Channel", "ChannelPeer", "PayloadLostError", "StartTransfer", "check_size"]
+__all__ = [
+    "MAX_ANNOUNCED",
+    "AnnouncedPayloads",
+    "Arriving",
+    "Channel",
+    "ChannelDependencies",
+    "ChannelPeer",
+    "PayloadLostError",
+    "SegmentLimit",
+    "StartTransfer",
+    "check_size",
+]
+
+MAX_ANNOUNCED = 1 << 20
+"""Payloads that another worker may have announced and not sent."""
+
+MAX_SUM_FACTOR = 4
+"""Their bytes are those of the largest payload at most, times this."""
 
 Arriving = concurrent.futures.Future[Buffer]
 """The bytes of a payload that has not arrived."""
@@ -31,12 +55,22 @@ class PayloadLostError(ValueError):
     """
 
 
-def check_size(nbytes: int, options: ChannelOptions) -> None:
-    """Raises ValueError if a payload that a peer announces is empty, or larger than the options allow."""
-    if not 0 < nbytes <= options.max_payload_bytes:
-        raise ValueError(
-            f"a payload of {nbytes} bytes is refused: max_payload_bytes is {options.max_payload_bytes}"
-        )
+@final
+@dataclass(frozen=True, slots=True)
+class ChannelDependencies:
+    """What the channels of one agent need from it.
+
+    sockets: makes the connections for large payloads.
+    handshake: lets workers open streams for payloads.
+    open_channel: makes a gRPC channel to a worker, on a connection of its own.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    executor: Executor
+    options: RpcBackendOptions
+    sockets: BulkSockets
+    handshake: Handshake
+    open_channel: Callable[[Member], Any]
 
 
 class ChannelPeer(BulkPeer, Protocol):
@@ -115,3 +149,77 @@ class Channel(Protocol):
             error: what they fail with: a ConnectionError if the peer is lost, and a PayloadLostError if its
                 connection broke, but the peer may come back, and has another one then.
         """
+
+
+def check_size(nbytes: int, options: ChannelOptions) -> None:
+    """Raises ValueError if a payload that a peer announces is empty, or larger than the options allow."""
+    if not 0 < nbytes <= options.max_payload_bytes:
+        raise ValueError(
+            f"a payload of {nbytes} bytes is refused: max_payload_bytes is {options.max_payload_bytes}"
+        )
+
+
+@final
+class AnnouncedPayloads:
+    """Counts the payloads of one other worker that are to arrive. Safe to use from any thread."""
+
+    def __init__(self, max_payload_bytes: int) -> None:
+        self._max_bytes = MAX_SUM_FACTOR * max_payload_bytes
+        self._lock = threading.Lock()
+        self.count = 0
+        """Those that have not arrived."""
+        self.nbytes = 0
+        """Their bytes."""
+
+    def begin(self, count: int, nbytes: int) -> None:
+        """Counts the payloads that an envelope announces. Raises LimitReachedError if that would be too much."""
+        with self._lock:
+            limit = ""
+            if self.nbytes + nbytes > self._max_bytes:
+                limit = f"max_payload_bytes*{MAX_SUM_FACTOR}={self._max_bytes}"
+            elif self.count + count > MAX_ANNOUNCED:
+                limit = f"MAX_ANNOUNCED={MAX_ANNOUNCED}"
+            if limit:
+                raise LimitReachedError(
+                    f"payloads of {nbytes} bytes are refused: {self.count} of {self.nbytes} bytes are announced "
+                    f"and have not arrived, of {MAX_ANNOUNCED} and {self._max_bytes} bytes ({MAX_SUM_FACTOR} "
+                    "times max_payload_bytes) at most",
+                    limit,
+                )
+            self.count += count
+            self.nbytes += nbytes
+
+    def end(self, count: int, nbytes: int) -> None:
+        """Counts payloads that have arrived, or that will not."""
+        with self._lock:
+            self.count -= count
+            self.nbytes -= nbytes
+
+
+@final
+class SegmentLimit:
+    """Numbers and bounds the segments of one kind. Safe to use from any thread."""
+
+    def __init__(self, max_bytes: int, max_segments: int, first_number: int = 1) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(first_number)
+        self._max_bytes = max_bytes
+        self._max_segments = max_segments
+        self._count = 0
+        self.used = 0
+        """Bytes of all segments that have been made and not been released."""
+
+    def acquire(self, nbytes: int) -> int | None:
+        """Counts a segment of this size; returns its number, or None if that would be too much."""
+        with self._lock:
+            if self.used + nbytes > self._max_bytes or self._count >= self._max_segments:
+                return None
+            self.used += nbytes
+            self._count += 1
+            return next(self._numbers)
+
+    def release(self, sizes: Sequence[int]) -> None:
+        """Counts segments back that are released, or could not be made."""
+        with self._lock:
+            self.used -= sum(sizes)
+            self._count -= len(sizes)

@@ -1,29 +1,26 @@
 """The channels of an agent, and those between it and each of its peers."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import final
+from typing import ClassVar, final
+
+import torch
 
 from ...net.host_identity import network_id
 from ...proto.v1 import agent_pb2
-from ..contracts.options import RpcBackendOptions
-from ..execution.executor import Executor
-from ..transports.sockets import UNIX, BulkSockets
-from .announced import AnnouncedPayloads
-from .base import Channel, ChannelPeer, PayloadLostError, StartTransfer
-from .broadcast.broadcasts import Broadcasts
-from .broadcast.channel import BroadcastChannel
-from .bulk.buffers import BufferCache, keep_freed_memory
-from .bulk.channel import BulkChannel, BulkParts
-from .chunked.channel import ChunkedChannel
-from .chunked.sending import ChunkParts
+from ..contracts.messages import Buffer
+from ..transports.sockets import UNIX
+from .base import AnnouncedPayloads, Channel, ChannelDependencies, ChannelPeer, PayloadLostError, StartTransfer
+from .broadcast import BroadcastChannel, Broadcasts
+from .buffers import BufferCache, keep_freed_memory
+from .bulk import BulkChannel
+from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
 from .cuda.devices import Devices
 from .cuda.runtime import DeviceRuntime
-from .local import LocalChannel
-from .shared_memory.channel import SharedMemoryChannel
-from .shared_memory.memory import SharedMemory
+from .shared_memory import SharedMemory, SharedMemoryChannel
 
-__all__ = ["Channels", "PeerChannels"]
+__all__ = ["Channels", "LocalChannel", "PeerChannels"]
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds after which memory is given back that is kept for payloads, if nothing has used it."""
@@ -35,23 +32,18 @@ class Channels:
 
     def __init__(
         self,
-        executor: Executor,
-        options: RpcBackendOptions,
-        sockets: BulkSockets,
-        chunks: ChunkParts,
+        dependencies: ChannelDependencies,
         load_devices: Callable[[], DeviceRuntime],
         used: Callable[[], Collection["PeerChannels"]],
     ) -> None:
         """Made on the event loop. `used` returns the channels to other workers that there are."""
         keep_freed_memory()
-        loop, limits = chunks.loop, options.channels
-        self.options = options
-        self.cache = BufferCache(limits.max_cached_bytes)
-        self.memory = SharedMemory(loop, executor, limits)
-        self.chunks = chunks
-        self.bulk = BulkParts(loop, executor, sockets, limits, self.cache)
+        self.dependencies = dependencies
+        loop, executor, options = dependencies.loop, dependencies.executor, dependencies.options
+        self.cache = BufferCache(options.channels.max_cached_bytes)
+        self.memory = SharedMemory(loop, executor, options.channels)
         self.devices = Devices(loop, executor, options, load_devices)
-        self.broadcasts = Broadcasts(chunks.handshake.me, self.memory, options.broadcasts)
+        self.broadcasts = Broadcasts(dependencies, self.memory)
         self.network = network_id()
         """Which workers of this host have, too."""
         self._loop = loop
@@ -101,11 +93,44 @@ class Channels:
 
 
 @final
+class LocalChannel:
+    """Copies large payloads of a worker's calls to itself.
+
+    So a function's arguments are as independent of the caller's as on another worker.
+    """
+
+    name: ClassVar[str] = "local"
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._copies: dict[int, Buffer] = {}
+
+    def send(self, data: memoryview) -> agent_pb2.Payload:
+        """Copies the bytes."""
+        number = next(self._numbers)
+        self._copies[number] = torch.frombuffer(data, dtype=torch.uint8).clone().numpy().data
+        return agent_pb2.Payload(local=number)
+
+    def receive(self, payload: agent_pb2.Payload) -> Buffer:
+        """Returns the copy, and keeps it no longer."""
+        return self._copies.pop(payload.local)
+
+    def discard(self, payload: agent_pb2.Payload) -> None:
+        """Drops the copy."""
+        self._copies.pop(payload.local, None)
+
+    def drop(self, error: Exception) -> None:  # noqa: ARG002
+        """Drops all copies."""
+        self._copies.clear()
+
+
+@final
 class PeerChannels:
     """The channels between this worker and one peer. Those of a lost peer carry nothing."""
 
     def __init__(self, peer: ChannelPeer, channels: Channels) -> None:
-        options = channels.options
+        dependencies = channels.dependencies
+        options = dependencies.options
         self.info = peer.info
         self.options = options.channels
         self.staging = channels.devices.staging
@@ -115,9 +140,9 @@ class PeerChannels:
         may_share = UNIX in options.transports and peer.is_on_this_host and not peer.is_me
         self.shared_memory = SharedMemoryChannel(channels.memory, may_connect=may_share)
         self.cuda_ipc = CudaIpcChannel(peer, channels.devices, self.shared_memory)
-        self.chunked = ChunkedChannel(peer, channels.chunks)
-        self.bulk = BulkChannel(peer, channels.bulk, self.chunked)
-        self.broadcast = BroadcastChannel(peer, channels.chunks, channels.broadcasts, self.chunked)
+        self.chunked = ChunkedChannel(peer, dependencies)
+        self.bulk = BulkChannel(peer, dependencies, channels.cache, self.chunked)
+        self.broadcast = BroadcastChannel(peer, channels.broadcasts, self.chunked)
         self.local = LocalChannel() if peer.is_me else None
         """For a worker's large payloads to itself."""
         all_of_them = self.shared_memory, self.cuda_ipc, self.chunked, self.bulk, self.broadcast
@@ -171,10 +196,6 @@ class PeerChannels:
         self.bulk.on_frame(frame)
         if frame.HasField("devices"):
             self.cuda_ipc.on_frame(frame.devices)
-
-    def on_group_ended(self, number: int, *, was_aborted: bool) -> None:
-        """Handles that the worker has ended a group in which it broadcasts. Called on any thread."""
-        self.broadcast.on_ended(number, was_aborted=was_aborted)
 
     def drop(self, error: ConnectionError | PayloadLostError) -> None:
         """Drops what is on its way; see `Channel.drop`. Called on the loop."""

@@ -9,7 +9,7 @@ from ...proto.v1 import agent_pb2
 from ..wire.parsing import ALIGNMENT
 from ..wire.small_tensors import Gathered
 from .base import StartTransfer
-from .broadcast.sending import Broadcast
+from .broadcast import Broadcast
 from .channels import PeerChannels
 from .payloads import payloads_of
 

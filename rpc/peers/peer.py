@@ -23,12 +23,10 @@ from google.protobuf.message import DecodeError
 from ...errors import LossCause, SerializationError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
-from ..channels.channels import Channels, PeerChannels
-from ..channels.chunked.channel import ChunkedChannel
-from ..channels.envelope_payloads import Collecting, EnvelopePayloads
-from ..channels.local import LocalChannel
-from ..channels.payloads import PayloadReader, read_inline
-from ..channels.shared_memory.peer import PeerSegments
+from ..channels.channels import Channels, LocalChannel, PeerChannels
+from ..channels.chunked import ChunkedChannel
+from ..channels.payloads import Collecting, EnvelopePayloads, PayloadReader, read_inline
+from ..channels.shared_memory import PeerSegments
 from ..contracts.messages import Outgoing
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import Member, WorkerEnd, WorkerInfo

@@ -25,7 +25,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
-from ..channels.broadcast.sending import Broadcast
+from ..channels.broadcast import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceMap, device_map_to_proto
 from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request

@@ -19,7 +19,7 @@ from ...errors import LimitReachedError, Outcome, RemoteError, RpcError, Seriali
 from ...net.security import Audit
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
-from ..channels.broadcast.sending import Broadcast
+from ..channels.broadcast import Broadcast
 from ..channels.cuda.staging import DeviceStaging
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline

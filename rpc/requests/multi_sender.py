@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from ..channels.broadcast.broadcasts import Broadcasts
+from ..channels.broadcast import Broadcasts
 from ..contracts.devices import Device, DeviceMap
 from ..contracts.messages import Request
 from ..contracts.worker import WorkerInfo

@@ -14,16 +14,14 @@ from unittest import mock
 import torch
 from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.base import PayloadLostError
+from gradwire.rpc.channels.base import ChannelDependencies, PayloadLostError
 from gradwire.rpc.channels.channels import Channels
-from gradwire.rpc.channels.chunked.sending import ChunkParts
 from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
 from gradwire.rpc.channels.cuda.devices import Devices
 from gradwire.rpc.channels.cuda.receiving import MAX_MAPPED
 from gradwire.rpc.channels.cuda.sending import FIRST_NUMBER
-from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
-from gradwire.rpc.channels.payloads import body_of
-from gradwire.rpc.channels.shared_memory.mapping import SEALS
+from gradwire.rpc.channels.payloads import EnvelopePayloads, body_of
+from gradwire.rpc.channels.segments import SEALS
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.wire.parsing import parse_envelope, parse_frame
 from gradwire.rpc.wire.tensors import decode_tensors
@@ -109,9 +107,9 @@ class _Channels:
         sockets: Any = SimpleNamespace(on_malformed=lambda *_: None)
         self.peer: Any = _Peer()
         self.runtime: Any = _Runtime()
-        chunks = ChunkParts(_loop, handshake, str, OPTIONS)
         options = RpcBackendOptions(channels=OPTIONS)
-        self.all = Channels(executor, options, sockets, chunks, lambda: self.runtime, lambda: [self.to_peer])
+        dependencies = ChannelDependencies(_loop, executor, options, sockets, handshake, str)
+        self.all = Channels(dependencies, lambda: self.runtime, lambda: [self.to_peer])
         self.to_peer = self.all.to(self.peer)
         segments = self.to_peer.shared_memory.connect()
         segments.connect(SimpleNamespace(flush_released=lambda: None))

@@ -6,7 +6,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +14,13 @@ from unittest import mock
 
 from gradwire.net.security import worker_host_name
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.base import PayloadLostError
-from gradwire.rpc.channels.bulk.buffers import BufferCache
-from gradwire.rpc.channels.bulk.parts import PART_BYTES, PartHeader, pack_header
-from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
-from gradwire.rpc.channels.chunked.channel import ChunkedChannel, serve_chunks
-from gradwire.rpc.channels.chunked.sending import ChunkParts
-from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory.mapping import SEALS
-from gradwire.rpc.channels.shared_memory.peer import PeerSegments
-from gradwire.rpc.contracts.options import ChannelOptions
+from gradwire.rpc.channels.base import ChannelDependencies, PayloadLostError
+from gradwire.rpc.channels.buffers import BufferCache
+from gradwire.rpc.channels.bulk_connections import PART_BYTES, ReceivingBundle, pack_header
+from gradwire.rpc.channels.chunked import ChunkedChannel, serve_chunks
+from gradwire.rpc.channels.segments import SEALS
+from gradwire.rpc.channels.shared_memory import PeerSegments, SharedMemory
+from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.transports import envelope_socket
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, PulseExchange
@@ -175,6 +172,9 @@ class _Executor:
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         task(*args)
 
+    def blocking(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 @cache
 def _descriptors() -> list[int]:
@@ -200,7 +200,7 @@ def read_socket(data: bytes) -> None:
     executor: Any = _Executor()
     loop: Any = SimpleNamespace(call_soon_threadsafe=lambda *_: None)
     options = ChannelOptions(max_mapped_bytes=MAX_MAPPED_BYTES)
-    segments = PeerSegments(loop, options, SegmentLimit(MIB, 16), SimpleNamespace(drop=list.clear))
+    segments = PeerSegments(SharedMemory(loop, executor, options))
     ends: list[str] = []
 
     def handle(envelope: agent_pb2.Envelope, *_: object) -> None:
@@ -234,8 +234,8 @@ ANNOUNCED_LATE = {3: 20, 4: 2 * PART_BYTES}
 DROPPED = {5: 30, 6: 2**64 - 1}
 
 PARTS = st.builds(
-    lambda header, content: pack_header(header) + content,
-    st.builds(PartHeader, st.integers(1, 7), st.sampled_from([0, 0, 0, 1, 2, 2**32 - 1])),
+    lambda header, content: header + content,
+    st.builds(pack_header, st.integers(1, 7), st.sampled_from([0, 0, 0, 1, 2, 2**32 - 1])),
     st.sampled_from([10, 20, 30]).map(bytes),
 )
 
@@ -308,7 +308,9 @@ async def _transfer(messages: list[bytes]) -> None:
     handshake: Any = SimpleNamespace(receive=receive, audit=AUDIT)
     broken: deque[str] = deque()
     peer: Any = SimpleNamespace(info=PEER, end=None, abort=broken.append, break_off=broken.append)
-    channel = ChunkedChannel(peer, ChunkParts(_loop, handshake, str, ChannelOptions()))
+    nothing: Any = None
+    dependencies = ChannelDependencies(_loop, nothing, RpcBackendOptions(), nothing, handshake, str)
+    channel = ChunkedChannel(peer, dependencies)
     context = SimpleNamespace(abort=abort)
     task = asyncio.ensure_future(serve_chunks(handshake, lambda _id: channel, requests(), context))
 

@@ -16,7 +16,7 @@ import torch
 from ....proto.v1 import agent_pb2
 from ...contracts.devices import DeviceBuffer
 from ..base import ChannelPeer, PayloadLostError, check_size
-from ..shared_memory.channel import SharedMemoryChannel
+from ..shared_memory import SharedMemoryChannel
 from .devices import Devices
 from .receiving import MAX_MAPPED, MappedDeviceSegments
 from .runtime import DeviceError, MappedMemory

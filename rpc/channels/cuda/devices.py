@@ -7,7 +7,7 @@ from typing import final
 
 from ...contracts.options import RpcBackendOptions
 from ...execution.executor import Executor
-from ..segment_limit import SegmentLimit
+from ..base import SegmentLimit
 from .runtime import DeviceRuntime
 from .sending import FIRST_NUMBER, MAX_SEGMENTS
 from .staging import DeviceStaging

@@ -22,7 +22,7 @@ from typing import final
 import torch
 
 from ....proto.v1 import agent_pb2
-from ..segment_limit import SegmentLimit
+from ..base import SegmentLimit
 from .runtime import DeviceRuntime, ExportedMemory
 
 __all__ = ["FIRST_NUMBER", "MAX_SEGMENTS", "DeviceSegmentPool"]

@@ -20,7 +20,7 @@ from gradwire.net.event_loop import EventLoop, acquire_event_loop
 from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.channels import announced
+from gradwire.rpc.channels import base
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, MessageType, Request
 from gradwire.rpc.contracts.worker import WorkerEnd
@@ -306,7 +306,7 @@ def test_bytes_on_a_socket_that_are_no_message(agents, caplog):
 
 def test_bytes_on_a_bulk_connection_that_are_no_payload(agents, caplog):
     a, _ = agents(2)
-    a._network.channels.bulk.sockets.on_malformed(a.peers.by_id[1], ValueError(EVIL))
+    a._network.channels.dependencies.sockets.on_malformed(a.peers.by_id[1], ValueError(EVIL))
     denied = the_event(caplog, event="deny", listener="bulk")
     assert (denied["worker"], denied["reason"]) == ("agent1", SHOWN)
 
@@ -328,7 +328,7 @@ def test_a_malformed_message(agents, caplog):
 
 
 def test_a_limit_of_what_a_worker_announces(agents, caplog, monkeypatch):
-    monkeypatch.setattr(announced, "MAX_ANNOUNCED", 1)
+    monkeypatch.setattr(base, "MAX_ANNOUNCED", 1)
     a, b = agents(2)
     for number in (1, 2):
         a.peers.of(b.info).on_envelope(announcement(number, 1000), 100)

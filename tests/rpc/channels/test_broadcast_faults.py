@@ -9,8 +9,7 @@ import torch
 from gradwire import rpc
 from gradwire.c10d.groups import membership as group_membership
 from gradwire.errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
-from gradwire.rpc.channels.broadcast import channel as broadcast_channel
-from gradwire.rpc.channels.broadcast import group as broadcast_group
+from gradwire.rpc.channels import broadcast, broadcast_group
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests import remote_functions
@@ -246,7 +245,7 @@ def test_a_worker_outside_the_group_receives_chunks(workers):
     a, b, c = workers.rpc(3, transports=BETWEEN_HOSTS)
 
     def join_no_groups() -> None:
-        broadcast_channel.MAX_RECEIVING_GROUPS = 0
+        broadcast.MAX_RECEIVING_GROUPS = 0
 
     b.run(join_no_groups)
     workers.each([a, b, c], set_timeouts, 0.3)

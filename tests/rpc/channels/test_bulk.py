@@ -13,8 +13,9 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
-from gradwire.rpc.channels.bulk import channel, receiving
-from gradwire.rpc.channels.bulk.parts import PART_BYTES
+from gradwire.rpc.channels import bulk as bulk_channel
+from gradwire.rpc.channels import bulk_connections
+from gradwire.rpc.channels.bulk_connections import PART_BYTES
 
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
@@ -63,24 +64,24 @@ def hold():
 
     def read_later(connection):
         with holding:
-            if receiving._ReceivingConnection._read is read_later:
+            if bulk_connections._ReceivingConnection._read is read_later:
                 held.append(connection)
                 return False
         return _read(connection)
 
-    receiving._ReceivingConnection._read = read_later
+    bulk_connections._ReceivingConnection._read = read_later
 
 
 def release():
     with holding:
-        receiving._ReceivingConnection._read = _read
+        bulk_connections._ReceivingConnection._read = _read
         released = held.copy()
         held.clear()
     for connection in released:
         connection.resume()
 
 
-_read = receiving._ReceivingConnection._read
+_read = bulk_connections._ReceivingConnection._read
 
 
 def cut_bulk_connections(peer):
@@ -316,7 +317,7 @@ def test_malformed_bytes_cost_the_bulk_connections_only(pair):
         bulk(1).sending._connections[0].socket.sendall(b"no header at all")
         wait_until(lambda: not bulk(1).sending)
 
-    a.run(setattr, channel, "RETRY_AFTER_S", 1000.0)
+    a.run(setattr, bulk_channel, "RETRY_AFTER_S", 1000.0)
     a.run(spoil)
     b.run(wait_until, lambda: not bulk(0).receiving)
     assert a.run(channel_to, "worker1") == "chunked"
@@ -327,7 +328,7 @@ def test_broken_connections_are_made_again(workers):
     a, b = workers(2)
 
     def hurry():
-        channel.RETRY_AFTER_S = 0.01
+        bulk_channel.RETRY_AFTER_S = 0.01
 
     workers.each([a, b], hurry)
     workers.join_rpc([a, b], transports=TCP)
@@ -350,7 +351,7 @@ def test_connections_are_made_again_that_ran_out_of_descriptors(workers):
     a, b = workers(2)
 
     def run_out() -> None:
-        channel.RETRY_AFTER_S = 0.01
+        bulk_channel.RETRY_AFTER_S = 0.01
         duplicate, number = os.dup, itertools.count()
 
         def fail_once(descriptor: int) -> int:
@@ -392,7 +393,7 @@ def open_sockets():
 
 def test_no_descriptor_is_left_of_broken_connections(workers):
     a, b = workers(2)
-    workers.each([a, b], lambda: setattr(channel, "RETRY_AFTER_S", 0.01))
+    workers.each([a, b], lambda: setattr(bulk_channel, "RETRY_AFTER_S", 0.01))
     workers.join_rpc([a, b], transports=TCP, channels=rpc.ChannelOptions(bulk_connections=5))
     a.run(connect_again)
     b.run(wait_until, lambda: connections_received() == [5])  # which the other end may use before

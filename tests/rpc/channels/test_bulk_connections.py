@@ -18,20 +18,19 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.channels import bulk
 from gradwire.rpc.channels.base import PayloadLostError
-from gradwire.rpc.channels.bulk import channel
-from gradwire.rpc.channels.bulk.buffers import MIN_BLOCK_BYTES, BufferCache
-from gradwire.rpc.channels.bulk.parts import (
+from gradwire.rpc.channels.buffers import MIN_BLOCK_BYTES, BufferCache
+from gradwire.rpc.channels.bulk_connections import (
     HEADER_BYTES,
     PART_BYTES,
-    PartHeader,
+    ReceivingBundle,
+    SendingBundle,
     count_parts,
     pack_header,
     range_of_part,
     unpack_header,
 )
-from gradwire.rpc.channels.bulk.receiving import ReceivingBundle
-from gradwire.rpc.channels.bulk.sending import SendingBundle
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.sockets import UNIX, BulkSockets, SocketListener
@@ -103,19 +102,18 @@ def some_bytes(nbytes: int, seed: int = 0) -> bytes:
 
 def part(transfer_id: int, number: int, data: bytes) -> bytes:
     start, end = range_of_part(number, len(data))
-    return pack_header(PartHeader(transfer_id, number)) + data[start:end]
+    return pack_header(transfer_id, number) + data[start:end]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
 def test_headers_round_trip(transfer_id, number):
-    header = PartHeader(transfer_id, number)
-    assert unpack_header(pack_header(header)) == header
+    assert unpack_header(pack_header(transfer_id, number)) == (transfer_id, number)
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_bytes_are_a_header_or_refused(data):
     if data[:4] == b"part":
-        assert pack_header(unpack_header(data)) == data
+        assert pack_header(*unpack_header(data)) == data
     else:
         with pytest.raises(ValueError, match="header of a part begins with"):
             unpack_header(data)
@@ -255,10 +253,10 @@ def test_a_small_payload_overtakes_a_large_one(executor):
     reader = theirs.makefile("rb")
     order = []
     while 2 not in order:
-        header = unpack_header(reader.read(HEADER_BYTES))
-        order.append(header.transfer_id)
-        data = large if header.transfer_id == 1 else small
-        start, stop = range_of_part(header.number, len(data))
+        transfer_id, number = unpack_header(reader.read(HEADER_BYTES))
+        order.append(transfer_id)
+        data = large if transfer_id == 1 else small
+        start, stop = range_of_part(number, len(data))
         assert reader.read(stop - start) == data[start:stop]
     assert len(order) <= 3
     sending.end("over")
@@ -385,7 +383,7 @@ def test_a_peer_gets_a_bounded_number_of_connections(agents):
     a, b = agents(2, transports=("tcp", "grpc"))
     assert rpc_through(a, b) == "ready"
     received = []
-    a._network.channels.bulk.sockets._requests[99] = a.peers.of(b.info), Recorder(received)
+    a._network.channels.dependencies.sockets._requests[99] = a.peers.of(b.info), Recorder(received)
     for bundle, count in [(number, 2) for number in range(100, 110)] + [(200, 0), (201, 17), (100, 2)]:
         request = agent_pb2.BulkRequest(bundle=bundle, connections=count)
         b_id = b.info.id
@@ -394,7 +392,7 @@ def test_a_peer_gets_a_bounded_number_of_connections(agents):
     a._network.call_soon(a.peers.of(b.info).send_frame, agent_pb2.Frame(bulk_request=request))
     wait_until(lambda: received)
     assert received == [[]]
-    assert len(b.peers.of(a.info).channels.bulk.receiving) == channel.MAX_BUNDLES
+    assert len(b.peers.of(a.info).channels.bulk.receiving) == bulk.MAX_BUNDLES
 
 
 class Recorder:

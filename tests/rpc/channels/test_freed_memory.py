@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from gradwire.rpc.channels.bulk.buffers import keep_freed_memory
+from gradwire.rpc.channels.buffers import keep_freed_memory
 
 
 def print_page_faults() -> None:

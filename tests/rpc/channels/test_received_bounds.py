@@ -13,12 +13,10 @@ from gradwire import rpc
 from gradwire.errors import LimitReachedError, LossCause, RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.channels import announced
-from gradwire.rpc.channels.announced import AnnouncedPayloads
-from gradwire.rpc.channels.chunked import channel as chunked
-from gradwire.rpc.channels.chunked.sending import ChunkParts
+from gradwire.rpc.channels import base, chunked
+from gradwire.rpc.channels.base import AnnouncedPayloads, ChannelDependencies
 from gradwire.rpc.channels.cuda import channel as cuda_channel
-from gradwire.rpc.channels.envelope_payloads import EnvelopePayloads
+from gradwire.rpc.channels.payloads import EnvelopePayloads
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
@@ -34,7 +32,7 @@ MIB = 1 << 20
 
 
 def test_payloads_that_have_not_arrived_are_bounded(monkeypatch):
-    monkeypatch.setattr(announced, "MAX_ANNOUNCED", 5)
+    monkeypatch.setattr(base, "MAX_ANNOUNCED", 5)
     payloads = AnnouncedPayloads(100)
     payloads.begin(2, 400)
     with pytest.raises(LimitReachedError, match="payloads of 1 bytes are refused: 2 of 400 bytes"):
@@ -90,9 +88,10 @@ def test_who_announces_refused_payloads_without_end_is_lost(monkeypatch):
 
     async def run() -> None:
         peer: Any = SimpleNamespace(abort=broken.append)
-        handshake: Any = None
-        parts = ChunkParts(asyncio.get_running_loop(), handshake, str, rpc.ChannelOptions())
-        channel = chunked.ChunkedChannel(peer, parts)
+        nothing: Any = None
+        loop, options = asyncio.get_running_loop(), rpc.RpcBackendOptions()
+        dependencies = ChannelDependencies(loop, nothing, options, nothing, nothing, str)
+        channel = chunked.ChunkedChannel(peer, dependencies)
         for number in range(11):
             channel.discard(announcement(number, 10).body)
 

@@ -12,10 +12,8 @@ import torch
 from gradwire import rpc
 from gradwire.errors import AnswerFailedError, SendFailedError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS
-from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
-from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
+from gradwire.rpc.channels.base import SegmentLimit
+from gradwire.rpc.channels.segments import MAX_SEGMENTS, MappedSegments, Segment, SegmentPool
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.channels.segments import (

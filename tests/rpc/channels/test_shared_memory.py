@@ -14,12 +14,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
-from gradwire.rpc.channels import channels
-from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory import receiving
-from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, SEALS, Mapping
-from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
-from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
+from gradwire.rpc.channels import channels, segments
+from gradwire.rpc.channels.base import SegmentLimit
+from gradwire.rpc.channels.segments import MAX_SEGMENTS, SEALS, MappedSegments, Mapping, Segment, SegmentPool
 
 from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import identity, wait_until
@@ -162,11 +159,11 @@ def fail_to_map():
     def fail(*args, **kwargs):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    receiving.Mapping = fail
+    segments.Mapping = fail
 
 
 def map_again():
-    receiving.Mapping = Mapping
+    segments.Mapping = Mapping
 
 
 def test_segments_are_used_as_soon_as_there_is_memory_for_them(pair):

@@ -7,11 +7,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
-from gradwire.rpc.channels import channels
-from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory import mapping
-from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
-from gradwire.rpc.channels.shared_memory.sending import SegmentPool
+from gradwire.rpc.channels import channels, segments
+from gradwire.rpc.channels.base import SegmentLimit
+from gradwire.rpc.channels.segments import MAX_SEGMENTS, Mapping, SegmentPool
 from gradwire.rpc.requests import multi_sender
 
 from tests import remote_functions
@@ -310,9 +308,9 @@ def test_what_is_written_to_a_private_mapping_is_discarded(is_told, monkeypatch)
         def refuse(*_args, **_options):
             raise PermissionError
 
-        monkeypatch.setattr(mapping, "open", refuse, raising=False)
+        monkeypatch.setattr(segments, "open", refuse, raising=False)
     descriptor = os.memfd_create("private")
-    size = 3 * mapping.mmap.PAGESIZE
+    size = 3 * segments.mmap.PAGESIZE
     os.write(descriptor, b"a" * size)
     private = Mapping(descriptor, size, private=True)
     shown = memoryview(private.buffer()).cast("B")

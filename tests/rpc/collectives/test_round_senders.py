@@ -9,7 +9,7 @@ from gradwire import rpc
 from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.calls.streams import Streams
-from gradwire.rpc.channels.broadcast import broadcasts, channel
+from gradwire.rpc.channels import broadcast
 from gradwire.rpc.collectives import rounds
 from gradwire.rpc.collectives.rounds import ASK_RESULT, TELL_RESULT, RoundResult
 from gradwire.rpc.contracts.agent import holder
@@ -133,10 +133,10 @@ def test_broadcasts_are_requested_again_by_their_receivers(agents):
     group = SimpleNamespace(receivers=receivers, resend=lambda receiver, first: resent.append((receiver, first)))
     group = _Weakly(**vars(group))
     a._network.channels.broadcasts._by_number[7] = group
-    assert isinstance(tell(b, a, broadcasts.RESEND, (7, 0)), ValueError)
-    assert tell(b, a, broadcasts.RESEND, (8, 0)) is None
+    assert isinstance(tell(b, a, broadcast.RESEND, (7, 0)), ValueError)
+    assert tell(b, a, broadcast.RESEND, (8, 0)) is None
     for payload in ((1,), 3, (7, False, 1), ("a", False), (7, 1)):
-        assert isinstance(tell(b, a, broadcasts.ENDED, payload), Exception)
+        assert isinstance(tell(b, a, broadcast.ENDED, payload), Exception)
     assert not resent
 
 
@@ -147,8 +147,8 @@ class _Weakly(SimpleNamespace):
 
 
 def test_groups_of_one_sender_are_bounded(agents, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_RECEIVING_GROUPS", 0)
-    monkeypatch.setattr(channel, "MAX_GROUPS", 3)
+    monkeypatch.setattr(broadcast, "MAX_RECEIVING_GROUPS", 0)
+    monkeypatch.setattr(broadcast, "MAX_GROUPS", 3)
     a, _, c = agents(3)
     network, of_c = a._network, a.peers.of(c.info).channels.broadcast
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import rpc
-from gradwire.rpc.channels.segment_limit import SegmentLimit
-from gradwire.rpc.channels.shared_memory.peer import PeerSegments
+from gradwire.rpc.channels.shared_memory import PeerSegments, SharedMemory
 from gradwire.rpc.contracts.options import ChannelOptions, Liveness
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket, FrameReader, PulseExchange
@@ -32,7 +31,7 @@ class End:
         self.pulse = Pulse()
         self.exchange = PulseExchange(self.pulse)
         self.reasons: list[str] = []
-        segments = PeerSegments(None, ChannelOptions(), SegmentLimit(MIB, 16), None)  # type: ignore[arg-type]
+        segments = PeerSegments(SharedMemory(None, None, ChannelOptions()))  # type: ignore[arg-type]
         reader = FrameReader(lambda *_: None, segments, self.exchange)
         self.socket = EnvelopeSocket("unix", connection, executor, reader, self.reasons.append)
         segments.connect(self.socket.writer)

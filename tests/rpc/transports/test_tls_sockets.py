@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from gradwire.net.security import worker_host_name
-from gradwire.rpc.channels.bulk.parts import PART_BYTES
-from gradwire.rpc.channels.bulk.sending import SendingBundle
+from gradwire.rpc.channels.bulk_connections import PART_BYTES, SendingBundle
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.envelope_socket import READ_BYTES
 from gradwire.rpc.transports.tls_socket import RECORD_BYTES, TlsSocket

@@ -6,10 +6,10 @@ from typing import final
 
 import torch
 
-from ....c10d.engines.base import Engine
-from ....c10d.groups.membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
+from ...c10d.engines.base import Engine
+from ...c10d.groups.membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
 
-__all__ = ["BroadcastGroup", "OnGroupEnd"]
+__all__ = ["BroadcastGroup"]
 
 START_TIMEOUT_S = 10.0
 """Seconds within which all members must take part in a broadcast, besides the time that its bytes take."""
@@ -19,10 +19,6 @@ MIN_BYTES_PER_S = 64 << 20
 
 ROOT = 0
 """The rank of the member that broadcasts."""
-
-OnGroupEnd = Callable[[bool, Exception | None], None]
-"""Called last, on the group's thread: whether the group had formed, and the error that ended it."""
-
 
 _QueuedBroadcast = tuple[torch.Tensor, Callable[[], None]]
 """A broadcast that waits for its turn: the bytes to send or to receive into, and what to call at the end."""
@@ -35,7 +31,11 @@ class BroadcastGroup:
     An error ends the group.
     """
 
-    def __init__(self, spec: GroupSpec, on_end: OnGroupEnd) -> None:
+    def __init__(self, spec: GroupSpec, on_end: Callable[[bool, Exception | None], None]) -> None:
+        """Does nothing before `start`.
+
+        `on_end` is called last, on the group's thread: whether the group had formed, and the error that ended it.
+        """
         self._membership = GroupMembership(spec)
         self._on_end = on_end
         self._changed = threading.Condition()

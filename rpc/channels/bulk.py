@@ -1,34 +1,27 @@
 """The channel for large payloads between hosts: bulk connections, beside those of the envelopes.
 
 The connections from one worker to another, a bundle, are made when a large payload is sent. Until they are there,
-where there can be none, and for a while after they broke, payloads go in chunks (chunked/). A payload's envelope
+where there can be none, and for a while after they broke, payloads go in chunks (chunked.py). A payload's envelope
 names its bundle. So when a connection breaks, the receiver knows which payloads will not arrive, rejects their
 messages, and the workers stay connected.
 """
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, final
 
-from ....proto.v1 import agent_pb2
-from ...contracts.messages import Buffer
-from ...contracts.options import ChannelOptions
-from ...execution.executor import Executor
-from ...transports.sockets import BulkSockets
-from ...transports.tls_socket import AnySocket
-from ..base import ChannelPeer, PayloadLostError, StartTransfer, check_size
-from ..chunked.channel import ChunkedChannel
+from ...proto.v1 import agent_pb2
+from ..transports.tls_socket import AnySocket
+from .base import Arriving, ChannelDependencies, ChannelPeer, PayloadLostError, StartTransfer, check_size
 from .buffers import BufferCache
-from .receiving import ReceivingBundle
-from .sending import SendingBundle
+from .bulk_connections import ReceivingBundle, SendingBundle
+from .chunked import ChunkedChannel
 
-__all__ = ["BulkChannel", "BulkParts"]
+__all__ = ["BulkChannel"]
 
 RETRY_AFTER_S = 10.0
 """Seconds after which connections are tried again that could not be made, or broke."""
@@ -40,27 +33,19 @@ log = logging.getLogger(__name__)
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class BulkParts:
-    """What the bulk connections of one agent share."""
-
-    loop: asyncio.AbstractEventLoop
-    executor: Executor
-    sockets: BulkSockets
-    options: ChannelOptions
-    cache: BufferCache
-
-
-@final
 class BulkChannel:
     """The bulk connections to one worker, and from it. A BulkListener."""
 
     name: ClassVar[str] = "bulk"
 
-    def __init__(self, peer: ChannelPeer, parts: BulkParts, chunked: ChunkedChannel) -> None:
+    def __init__(
+        self, peer: ChannelPeer, dependencies: ChannelDependencies, cache: BufferCache, chunked: ChunkedChannel
+    ) -> None:
         """Connects to nobody yet. Chunks carry payloads where there are no connections."""
         self._peer = peer
-        self._parts = parts
+        self._loop, self._executor, self._sockets = dependencies.loop, dependencies.executor, dependencies.sockets
+        self._options = dependencies.options.channels
+        self._cache = cache
         self._chunked = chunked
         self._numbers = itertools.count(1)
         self.sending: SendingBundle | None = None
@@ -100,7 +85,7 @@ class BulkChannel:
 
         def start_and_connect() -> None:
             start()
-            self._parts.loop.call_soon_threadsafe(self._connect)
+            self._loop.call_soon_threadsafe(self._connect)
 
         return payload, start_and_connect
 
@@ -110,15 +95,14 @@ class BulkChannel:
     def _connect(self) -> None:
         if self._may_connect() and self.sending is None and self._peer.end is None:
             self._next_attempt = math.inf
-            self._attempt = self._parts.sockets.start(self._try_to_connect())
+            self._attempt = self._sockets.start(self._try_to_connect())
 
     async def _try_to_connect(self) -> None:
         bundle: SendingBundle | None = None
-        parts = self._parts
         try:
-            number, connections = await parts.sockets.connect(self._peer, parts.options.bulk_connections)
+            number, connections = await self._sockets.connect(self._peer, self._options.bulk_connections)
             if connections:
-                bundle = SendingBundle(number, connections, parts.executor, self._on_sending_end)
+                bundle = SendingBundle(number, connections, self._executor, self._on_sending_end)
         except Exception:
             name = self._peer.info.name
             log.exception("there are no bulk connections to worker %s, so its large payloads go by gRPC", name)
@@ -137,15 +121,15 @@ class BulkChannel:
 
     # Receiving.
 
-    def receive(self, payload: agent_pb2.Payload) -> "concurrent.futures.Future[Buffer]":
+    def receive(self, payload: agent_pb2.Payload) -> Arriving:
         """Allocates memory for the payload, and returns a future of it. May be called on any thread."""
         announced = payload.bulk
-        check_size(announced.nbytes, self._parts.options)
+        check_size(announced.nbytes, self._options)
         bundle = self.receiving.get(announced.bundle)
         if bundle is not None:
             return bundle.expect(announced.transfer_id, announced.nbytes)
         if (end := self._peer.end) is not None:
-            lost: concurrent.futures.Future[Buffer] = concurrent.futures.Future()
+            lost = Arriving()
             lost.set_exception(ConnectionError(end.reason))
             return lost
         raise PayloadLostError("its connection for large payloads is closed")
@@ -158,19 +142,19 @@ class BulkChannel:
     def on_frame(self, frame: agent_pb2.Frame) -> None:
         """Handles the request or the offer in a frame. Called on the loop."""
         if frame.HasField("bulk_request"):
-            self._parts.sockets.on_request(self._peer, frame.bulk_request, self)
+            self._sockets.on_request(self._peer, frame.bulk_request, self)
         if frame.HasField("bulk_offer"):
-            self._parts.sockets.on_offer(self._peer, frame.bulk_offer)
+            self._sockets.on_offer(self._peer, frame.bulk_offer)
 
     def on_offered(self, bundle: int) -> bool:
         """Prepares for a bundle, whose number envelopes may name from now on."""
         if self._peer.end is not None or bundle in self.receiving or len(self.receiving) >= MAX_BUNDLES:
             return False
         self.receiving[bundle] = ReceivingBundle(
-            self._parts.executor,
-            self._parts.cache.allocate,
+            self._executor,
+            self._cache.allocate,
             lambda: self.receiving.pop(bundle, None),
-            partial(self._parts.sockets.on_malformed, self._peer),
+            partial(self._sockets.on_malformed, self._peer),
         )
         return True
 

@@ -1,1 +1,0 @@
-"""Bulk connections: TCP connections of their own for large payloads between hosts."""
