@@ -151,8 +151,7 @@ class CudaOptions:
     max_pinned_bytes: int = GIB
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ipc, bool):
-            raise TypeError(f"ipc is {self.ipc!r}: give True or False")
+        _check_flags(self, "ipc")
         check_counts(self, "ipc_threshold", "max_ipc_bytes", "max_pinned_bytes")
 
 
@@ -173,8 +172,7 @@ class BroadcastOptions:
     max_groups: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise TypeError(f"enabled is {self.enabled!r}: give True or False")
+        _check_flags(self, "enabled")
         check_counts(self, "threshold", "max_groups")
 
 
@@ -264,7 +262,7 @@ class Liveness:
     def __post_init__(self) -> None:
         for name in ("heartbeat", "suspect_after", "lease"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not _is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
         if self.suspect_after < 2 * self.heartbeat:
             raise ValueError(
@@ -294,9 +292,7 @@ class View:
     may_be_taken: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("statistics", "may_be_taken"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} is {value!r}: give True or False")
+        _check_flags(self, "statistics", "may_be_taken")
         count = self.max_names
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_NAMES:
             raise ValueError(f"max_names is {count!r}: give a whole number from 1 to {MAX_NAMES}")
@@ -432,9 +428,20 @@ class RpcBackendOptions:
         self.devices = devices
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_flags(options: object, *flags: str) -> None:
+    """Checks that options are True or False. Raises TypeError."""
+    for name in flags:
+        if not isinstance(value := getattr(options, name), bool):
+            raise TypeError(f"{name} is {value!r}: give True or False")
+
+
 def check_rpc_timeout(value: Any) -> float:
     """Returns a default timeout of calls in seconds. Raises ValueError if it is not one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if not _is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
     return float(value)
 
@@ -446,7 +453,7 @@ def _check_init_timeout(value: Any) -> Any:
 
 
 def _check_busy_poll(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_BUSY_POLL:
+    if not _is_number(value) or not 0 <= value <= MAX_BUSY_POLL:
         raise ValueError(f"busy_poll is {value!r}: give seconds, from 0 for never to {MAX_BUSY_POLL}")
     return float(value)
 

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, final
 
 from .worker import WorkerEnd, WorkerInfo, WorkerWatcher
@@ -91,9 +90,7 @@ class WorkerEventHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.remove()
 
     @property
@@ -214,27 +211,19 @@ class WorkerEvents(WorkerWatcher):
 
     def note_joined(self, worker: WorkerInfo) -> None:
         """Records that a worker has joined."""
-        with self._lock:
-            self._present[worker.wire_id] = worker
-            self._record(WorkerJoined(worker))
+        self._record(WorkerJoined(worker))
 
     def note_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Records that a worker has shut down or is lost."""
-        with self._lock:
-            if self._present.pop(worker.wire_id, None) is not None:
-                self._record(WorkerLeft(worker, end.reason))
+        self._record(WorkerLeft(worker, end.reason))
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Records that a worker does not answer."""
-        with self._lock:
-            if worker.wire_id in self._present:
-                self._record(WorkerSuspect(worker, reason))
+        self._record(WorkerSuspect(worker, reason))
 
     def note_back(self, worker: WorkerInfo) -> None:
         """Records that a suspect worker answers again."""
-        with self._lock:
-            if worker.wire_id in self._present:
-                self._record(WorkerBack(worker))
+        self._record(WorkerBack(worker))
 
     def subscribe(self, callback: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
         """Calls a callback for every event from now on, until the returned handle is removed."""
@@ -279,16 +268,24 @@ class WorkerEvents(WorkerWatcher):
         return [self._present[identifier] for identifier in sorted(self._present)]
 
     def _record(self, event: WorkerEvent) -> None:
-        """Gives an event to all subscribers. Called with the lock."""
-        if self._is_closed:
-            return
-        for stream in list(self._streams):
-            stream.put(event)
-        self._handles = [each for each in self._handles if not each.removed]
-        self._queue.extend((handle, event) for handle in self._handles)
-        if self._queue and not self._is_delivering:
-            self._is_delivering = True
-            self._submit(self._deliver)
+        """Gives an event to all subscribers, unless its worker is not present any more."""
+        worker = event.worker
+        with self._lock:
+            if isinstance(event, WorkerJoined):
+                self._present[worker.wire_id] = worker
+            elif worker.wire_id not in self._present:
+                return
+            elif isinstance(event, WorkerLeft):
+                del self._present[worker.wire_id]
+            if self._is_closed:
+                return
+            for stream in list(self._streams):
+                stream.put(event)
+            self._handles = [each for each in self._handles if not each.removed]
+            self._queue.extend((handle, event) for handle in self._handles)
+            if self._queue and not self._is_delivering:
+                self._is_delivering = True
+                self._submit(self._deliver)
 
     def _deliver(self) -> None:
         """Runs the queued callbacks until there are none."""
