@@ -29,7 +29,6 @@ from ..execution.futures import Future
 from ..execution.poller import SocketWaiter
 from ..wire.parsing import parse_frame
 from .base import Connecting, TransportClosedError, TransportListener
-from .connection_log import log_connection
 from .envelope_socket import CLOSED
 from .grpc_endpoint import (
     DIAL_ATTEMPTS,
@@ -99,7 +98,8 @@ class GrpcStream:
 
         Its address is host:port, or unix: and a path; the number is that of this stream among those of the two.
         """
-        self.outbox = Outbox(parts, peer, self._on_chosen, self._on_socket_end)
+        self._wake = asyncio.Event()
+        self.outbox = Outbox(parts, peer, address, self._wake.set, self._on_socket_end)
         self._is_asleep = True
         """Whether the loop has to be woken for an envelope that is queued. Set on the loop only."""
         self._parts = parts
@@ -111,7 +111,7 @@ class GrpcStream:
         self.number = number
         """That of this stream: the greatest that either worker has counted to."""
         self._state = StreamState.IDLE
-        self._wake, self._ended = asyncio.Event(), asyncio.Event()
+        self._ended = asyncio.Event()
         self.goodbye = b""
         """The serialized frame that ends the stream; empty until this worker leaves."""
         self._is_confirmed = False
@@ -205,14 +205,16 @@ class GrpcStream:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
+    # The stream that the peer opens.
+
+    def is_replaced_by(self, number: int) -> bool:
+        """Returns whether the peer, which opens the stream of this number, says that this one is broken."""
+        return self._state is StreamState.OPEN and number > self.number and not self.goodbye
+
     def on_goodbye_sent(self) -> None:
         """Ends a stream that is awaited only to say goodbye. Called on the loop when the goodbye is sent."""
         if self._state is StreamState.AWAITING_PEER:
             self._finish(SHUT_DOWN, report=False)
-
-    def is_replaced_by(self, number: int) -> bool:
-        """Returns whether the peer, which opens the stream of this number, says that this one is broken."""
-        return self._state is StreamState.OPEN and number > self.number
 
     def accept(self, number: int = 0) -> bool:
         """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials.
@@ -230,38 +232,33 @@ class GrpcStream:
         return True
 
     async def welcome(self, read: Read, write: Write, remote: str) -> None:
-        """Accepts the stream that the peer has opened from an address: offers it a socket, and runs the stream."""
+        """Runs the stream that the peer has opened from an address, after offering it a socket."""
         self._remote = remote.partition(":")[2]
         self._runner = asyncio.current_task()
-        if (offered := self.outbox.offer_socket()) is None:
-            self._log_if_grpc()
+        offered = self.outbox.offer_socket()
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
                 await write(_welcome_frame(offered, number=self.number))
                 if self._state is StreamState.OPEN:  # else it has been ended during the write
-                    await self.run(read, write, is_confirmed=not self.number)
+                    self._parts.heartbeats.add(self)
+                    # Else its next frame tells: it may have opened the stream some time ago, and have died.
+                    if not self.number:
+                        self._on_opened()
+                    await self._run(read, write)
         finally:
             if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
                 self._redial()
             self.outbox.withdraw_offer()
 
-    async def run(self, read: Read, write: Write, *, is_confirmed: bool = True) -> None:
-        """Exchanges frames until either side says goodbye or the connection breaks.
-
-        Unless `is_confirmed`, the peer may not live any more: it may have opened the stream some time ago.
-        """
-        self._state = StreamState.OPEN
+    async def _run(self, read: Read, write: Write) -> None:
+        """Exchanges frames until either side says goodbye or the connection breaks."""
         self._runner = asyncio.current_task()
-        writer: asyncio.Task[None] | None = None
         reason = CLOSED
         peer_end: WorkerEnd | None = None
         may_heal = True
+        writer = self._loop.create_task(self._write_frames(write))
         try:
-            self._parts.heartbeats.add(self)
-            if is_confirmed:
-                self._on_opened()
-            writer = self._loop.create_task(self._write_frames(write))
             peer_end = await self._read_frames(read)
             if self.goodbye:
                 await writer
@@ -276,8 +273,7 @@ class GrpcStream:
             log.exception("the stream to worker %s failed", self._worker.name)
             reason = f"its connection broke: {error!r}"
         finally:
-            if writer is not None:
-                writer.cancel()
+            writer.cancel()
             try:
                 await self.outbox.read_out(has_left=peer_end is not None)
             finally:  # gRPC may cancel this
@@ -330,16 +326,18 @@ class GrpcStream:
             return False
         return self._parts.heartbeats.received.has_received(self._remote or address, seconds)
 
-    def _log_if_grpc(self) -> None:
-        if self.outbox.socket is None:
-            log_connection(self._parts.handshake, self._worker, self.address)
-
     async def _read_frames(self, read: Read) -> WorkerEnd | None:
         """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
         while (data := await read()) is not aio.EOF:
             self._on_opened()
             self._has_heard = self._is_busy = True
-            frame = await self._deliver(data)
+            pause = None
+            frame, nbytes = parse_frame(data)
+            for envelope in frame.envelopes:
+                # Of the memory that the frame takes, each has a part by its size.
+                pause = self.peer.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
+            if pause is not None:
+                await asyncio.wrap_future(pause)
             self._is_busy = False
             if frame.HasField("choice"):
                 await self.outbox.on_choice(frame.choice.kind)
@@ -347,20 +345,6 @@ class GrpcStream:
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None
-
-    async def _deliver(self, data: bytes) -> agent_pb2.Frame:
-        """Parses a frame, hands the peer its envelopes, and returns the frame when more may be read.
-
-        Raises DecodeError if the bytes are no frame, or it takes too much memory.
-        """
-        frame, nbytes = parse_frame(data)
-        pause = None
-        for envelope in frame.envelopes:
-            # Of the memory that the frame takes, each has a part by its size.
-            pause = self.peer.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
-        if pause is not None:
-            await asyncio.wrap_future(pause)
-        return frame
 
     def _on_socket_end(self, reason: str, malformed: Exception | None) -> None:
         """Handles the end of the socket: the stream ends too, unless it tells soon how the peer has ended."""
@@ -422,9 +406,7 @@ class GrpcStream:
                 if welcome.welcome.sockets:
                     round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
                     choosing = self.outbox.choose(welcome.welcome.sockets[0], round_trip)
-                else:
-                    self._log_if_grpc()
-                await self.run(call.read, lambda data: write_frame(call, data))
+                await self._run(call.read, lambda data: write_frame(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
                 return True
@@ -432,10 +414,6 @@ class GrpcStream:
                 if choosing is not None:
                     choosing.cancel()
                 call.cancel()
-
-    def _on_chosen(self) -> None:
-        self._wake.set()
-        self._log_if_grpc()
 
     def _wait_for_peer(self) -> None:
         """Waits for the stream that the peer is opening; if none comes, opens one again."""
@@ -516,21 +494,18 @@ async def serve_stream(
     except RefusedError as refusal:
         await context.abort(refusal.code, str(refusal))
     peer = peers[worker.wire_id]
-    stream = peer.stream
-    if stream is not None and not stream.goodbye and stream.is_replaced_by(hello.connection):
-        stream.break_off("it has connected again")
-        stream = peer.stream
-    if stream is None:
-        assert peer.end is not None
-        text = f"it has given this worker up: {peer.end.reason}"
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-        return
-    if stream.goodbye:
-        await context.write(stream.goodbye)
-        stream.on_goodbye_sent()
-        return
-    if (reason := stream.outbox.closed_reason) is not None:
+    if peer.stream is not None and peer.stream.is_replaced_by(hello.connection):
+        peer.stream.break_off("it has connected again")
+    stream, reason = peer.stream, peer.end.reason if peer.end is not None else None
+    if stream is not None:
+        reason = stream.outbox.closed_reason
+        if stream.goodbye:
+            await context.write(stream.goodbye)
+            stream.on_goodbye_sent()
+            return
+    if stream is None or reason is not None:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it has given this worker up: {reason}")
+        return
     if stream.accept(hello.connection):
         await stream.welcome(context.read, context.write, address_of(context))
     else:

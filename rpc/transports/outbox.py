@@ -77,6 +77,7 @@ class Outbox:
         self,
         parts: StreamParts,
         peer: TransportListener,
+        address: str,
         on_chosen: Callable[[], None],
         on_broken: Callable[[str, Exception | None], None],
     ) -> None:
@@ -85,12 +86,14 @@ class Outbox:
         Args:
             parts: what the streams of the agent share.
             peer: gets the envelopes that come by the socket.
+            address: that of the peer's gRPC server, for the log.
             on_chosen: called when the two workers have chosen what carries the envelopes, after an offer.
             on_broken: called with the reason when the socket ends before the peer says that it does, and with the
                 error if the peer has sent bytes that are no message.
         """
         self._parts = parts
         self._peer = peer
+        self._address = address
         self._on_chosen = on_chosen
         self._on_broken = on_broken
         self._lock = threading.Lock()
@@ -157,7 +160,7 @@ class Outbox:
         if self.is_held:
             return b""
         if not self._is_connected:
-            self._set_connected()
+            self._set_connected(self._address)
         with self._lock:
             taken: list[bytes] = []
             size = 0
@@ -178,9 +181,12 @@ class Outbox:
         self._set_connected()
         return dropped
 
-    def _set_connected(self) -> None:
+    def _set_connected(self, way: AnySocket | str = "") -> None:
+        """Notes that it is known what carries the envelopes: a socket, gRPC to some address, or nothing."""
         if not self._is_connected:
             self._is_connected = True
+            if way:
+                log_connection(self._parts.handshake, self._peer.info, way)
             self.connected.set_result(None)
 
     # The socket.
@@ -272,8 +278,7 @@ class Outbox:
                     used.writer.send(envelope)
                 self._queue.clear()
                 self.socket = used
-            self._set_connected()
-            log_connection(parts.handshake, self._peer.info, connection)
+            self._set_connected(connection)
             used.start()
             parts.unread.add(used)
         except BaseException:

@@ -149,6 +149,22 @@ class _AttachedFrame(bytes):
         return [memoryview(self), *self.attached]
 
 
+@final
+class _DescriptorFrame(bytes):
+    """A frame that a descriptor goes with, which is closed when nobody needs the frame any more."""
+
+    descriptor: int
+
+    @classmethod
+    def of(cls, frame: bytes, descriptor: int) -> "_DescriptorFrame":
+        made = cls(frame)
+        made.descriptor = descriptor
+        return made
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 def _nbytes(frame: bytes) -> int:
     """Returns the bytes of a frame, those that follow it included."""
     return sum(map(len, frame.buffers)) if type(frame) is _AttachedFrame else len(frame)
@@ -168,9 +184,6 @@ class FrameWriter:
         self._executor = executor
         self._queue: deque[bytes] = deque()
         """Frames that are not written completely."""
-        self._descriptors: deque[tuple[bytes, int]] = deque()
-        """The frames in the queue that a descriptor goes with, in order, and the descriptors."""
-        self._descriptor_lock = threading.Lock()
         self._writing = threading.Lock()
         """Held by the thread that writes; for ever after `release`."""
         # Of the thread that writes.
@@ -263,8 +276,7 @@ class FrameWriter:
             try:
                 while queue:
                     frame = queue[0]
-                    is_last = queue[-1] is frame
-                    if self._begun or self._descriptors or not is_last or type(frame) is _AttachedFrame:
+                    if self._begun or queue[-1] is not frame or type(frame) is not bytes:
                         self._write_some()
                         continue
                     self._begun = 1
@@ -291,13 +303,7 @@ class FrameWriter:
 
     def put_descriptor(self, frame: bytes, descriptor: int) -> None:
         """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
-        with self._descriptor_lock:  # so that both queues have the same order
-            if self.is_broken:
-                os.close(descriptor)
-                return
-            self._descriptors.append((frame, descriptor))
-            self._queue.append(frame)
-        self.put()
+        self.put(_DescriptorFrame.of(frame, descriptor))
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes the envelope with this beginning from the queue, if nothing of it has been written.
@@ -345,9 +351,6 @@ class FrameWriter:
         self.is_broken = True
         with contextlib.suppress(OSError):  # it is closed
             self._connection.shutdown(socket.SHUT_RDWR)
-        with self._descriptor_lock:
-            while self._descriptors:
-                os.close(self._descriptors.popleft()[1])
 
     def release(self) -> None:
         """Closes the connection; if a thread is writing, that one does it when it is done."""
@@ -366,9 +369,11 @@ class FrameWriter:
         if len(self._left) > 1:
             _, self._left = send_some(self._connection, self._left)
         else:
-            data = self._left[0]
-            if self._descriptors and self._descriptors[0][0] is self._queue[0]:
-                sent = self._send_with_descriptor(data, self._descriptors[0][1])
+            data, frame = self._left[0], self._queue[0]
+            if type(frame) is _DescriptorFrame and not self._is_partial:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, DESCRIPTOR.pack(frame.descriptor))]
+                send = cast("Callable[..., int]", self._connection.sendmsg)
+                sent = send([data], rights, socket.MSG_NOSIGNAL)
             else:
                 sent = self._connection.send(data, socket.MSG_NOSIGNAL)
             self._left = [data[sent:]] if sent < len(data) else []
@@ -379,7 +384,7 @@ class FrameWriter:
             self._begun, self._is_partial = 0, False
 
     def _begin_next(self) -> None:
-        """Takes the next frame, or several if none of them has a descriptor, as those that are being written."""
+        """Takes the next frame, or several if nothing goes with any of them, as those that are being written."""
         queue, first = self._queue, self._queue[0]
         if self._begun:  # TLS has tried to write it alone
             self._left = [memoryview(first)]
@@ -391,10 +396,10 @@ class FrameWriter:
             self._left = [memoryview(b"".join(first.buffers))] if is_tls else first.buffers
             return
         frames, size = [first], len(first)
-        while len(frames) < min(len(queue), MAX_WRITE_FRAMES) and not self._descriptors:
+        while len(frames) < min(len(queue), MAX_WRITE_FRAMES) and type(first) is bytes:
             frame = queue[len(frames)]
             size += len(frame)
-            if size > MAX_WRITE_BYTES or type(frame) is _AttachedFrame:
+            if size > MAX_WRITE_BYTES or type(frame) is not bytes:
                 break
             frames.append(frame)
         self._begun = len(frames)
@@ -404,16 +409,6 @@ class FrameWriter:
         """Has frames of which nothing is written begun anew. TLS, which may have encrypted them, goes on."""
         if not self._is_partial and not isinstance(self._connection, TlsSocket):
             self._begun, self._left = 0, []
-
-    def _send_with_descriptor(self, frame: memoryview, descriptor: int) -> int:
-        """Writes the beginning of a frame together with its descriptor, which is closed then."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, DESCRIPTOR.pack(descriptor))]
-        send = cast("Callable[..., int]", self._connection.sendmsg)
-        sent = send([frame], rights, socket.MSG_NOSIGNAL)
-        with self._descriptor_lock:
-            if self._descriptors:  # else `cut` has closed it
-                os.close(self._descriptors.popleft()[1])
-        return sent
 
     def _wait_for_writable(self) -> None:
         try:

@@ -90,7 +90,7 @@ def choose(
             return mine
 
         made = parts(SimpleNamespace(dial=dial), executor)
-        outbox = Outbox(made, peer([]), lambda: None, lambda reason, _: reasons.append(reason))
+        outbox = Outbox(made, peer([]), "127.0.0.1:1", lambda: None, lambda reason, _: reasons.append(reason))
         for number in range(1, 4):
             outbox.put(agent_pb2.Envelope(id=number).SerializeToString())
         before = asyncio.all_tasks()

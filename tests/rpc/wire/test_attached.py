@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,8 +315,8 @@ def test_they_become_a_field_where_there_is_no_socket():
 
 
 def test_they_do_while_an_envelope_waits_for_a_connection():
-    nothing: Any = None
-    outbox = Outbox(nothing, nothing, nothing, nothing)
+    peer: Any = SimpleNamespace(info=None, handshake=None)
+    outbox = Outbox(peer, peer, "127.0.0.1:1", lambda: None, lambda *_: None)
     envelope = agent_pb2.Envelope(id=5, attached_nbytes=3).SerializeToString()
     outbox.put(envelope, [memoryview(b"abc")])
     (queued,) = agent_pb2.Frame.FromString(outbox.next_frame()).envelopes
