@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch.autograd import profiler_legacy
@@ -27,7 +27,6 @@ from ..contracts.extension import Extension
 from ..contracts.messages import RESULT, Deferred, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
 from .sessions import (
-    REMOTE_PREFIX,
     ProfiledCall,
     Session,
     config_of,
@@ -35,11 +34,11 @@ from .sessions import (
     decode_events,
     events_from_tensor,
     events_to_tensor,
+    in_time,
     torch_hooks,
 )
 
 __all__ = [
-    "REMOTE_PREFIX",
     "Profiling",
     "RPCExecMode",
     "build_rpc_profiling_key",
@@ -79,10 +78,7 @@ def build_rpc_profiling_key(
 def profiled_call(
     agent: RpcAgent, mode: RPCExecMode, function: Callable[..., Any], worker: WorkerInfo
 ) -> AbstractContextManager[None]:
-    """Context manager for sending one call: makes it an event if this thread profiles.
-
-    Otherwise costs one check.
-    """
+    """Context manager for sending one call: makes it an event if this thread profiles."""
     if not profiler_enabled():
         return _NO_SCOPE
     session = current_session()
@@ -126,11 +122,6 @@ class Profiling(Extension):
         with self._lock:
             self._collectors.discard(collector)
         self._look_if_needed()
-
-    def collects(self, collector: "server_process_global_profile") -> bool:
-        """Returns whether the collector is registered."""
-        with self._lock:
-            return collector in self._collectors
 
     def _living_collectors(self) -> tuple["server_process_global_profile", ...]:
         """Returns the collectors that something keeps. Looks at requests no longer when there are none."""
@@ -258,7 +249,7 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         self._profiling.collect(self)
         return self
 
-    def __exit__(self, *exception: object) -> bool:
+    def __exit__(self, *exception: object) -> Literal[False]:
         """Ends the profile and computes its results. Raises RuntimeError if it has not begun."""
         if not self.enabled:
             return False
@@ -266,17 +257,13 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
             raise RuntimeError("the profile has not begun: call __enter__ first")
         if self._is_closed:
             return False
-        self._is_closed = True
         self._profiling.stop_collecting(self)
         local_node = self._profiling.agent.info.id
         with self._lock:
+            self._is_closed = True
             calls, self._calls = self._calls, []
         self.process_global_function_events = [
-            sorted(
-                decode_events(events, self._started_ns, local_node),
-                key=lambda e: (e.time_range.start, -e.time_range.end),
-            )
-            for events in calls
+            sorted(decode_events(events, self._started_ns, local_node), key=in_time) for events in calls
         ]
         self.function_events = EventList(
             chain.from_iterable(self.process_global_function_events),
@@ -288,9 +275,9 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         return False
 
     def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
-        """Adds the events of one call that this worker has run. Called on any thread."""
-        if events:
-            with self._lock:
+        """Adds the events of one call that this worker has run, unless it has ended. Called on any thread."""
+        with self._lock:
+            if events and not self._is_closed:
                 self._calls.append(events)
 
 
@@ -344,8 +331,7 @@ class _ProfiledRequest:
     def _finish(self, session: Session, _done: object = None) -> None:
         events = session.close()
         for collector in self._collectors:
-            if self._profiling.collects(collector):
-                collector.add(events)
+            collector.add(events)
         if self._is_for_caller:
             self.events = events
 

@@ -42,9 +42,9 @@ __all__ = [
     "config_of",
     "current_session",
     "decode_events",
-    "encode_records",
     "events_from_tensor",
     "events_to_tensor",
+    "in_time",
     "merge_events",
     "relabel",
     "torch_hooks",
@@ -160,7 +160,7 @@ class Session:
     def _collect_records(self, node: int) -> None:
         records = disable_legacy_profiler()
         try:
-            self._events.extend(encode_records(records, node))
+            self._events.extend(_encode_records(records, node))
         except Exception:  # torch's parser rejects them; the call must not fail for that
             log.exception("torch cannot parse the profile of a call")
 
@@ -319,7 +319,7 @@ def _torch_config(config: agent_pb2.ProfileHeader) -> Any:
     )
 
 
-def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.ProfileEvent]:
+def _encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.ProfileEvent]:
     """Returns what torch's legacy profiler has recorded on this worker (`node`) by thread, as messages."""
     start = next(record for record in records[0] if record.name() == "__start_profile") if records else None
     if start is None:
@@ -391,7 +391,12 @@ def merge_events(into: EventList, events: list[agent_pb2.ProfileEvent], origin_n
         tree = EventList(of_worker)
         tree._build_tree()  # for each worker by itself, because threads of different workers share numbers
         into.extend(tree)
-    into.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+    into.sort(key=in_time)
+
+
+def in_time(event: FunctionEvent) -> tuple[float, float]:
+    """Returns the key that sorts events by time, outer ones before those inside of them."""
+    return event.time_range.start, -event.time_range.end
 
 
 def _encode(event: FunctionEvent, node: int, epoch_us: float) -> agent_pb2.ProfileEvent:

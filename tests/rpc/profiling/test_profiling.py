@@ -11,8 +11,8 @@ from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.profiling.extension import REMOTE_PREFIX, Profiling, RPCExecMode, build_rpc_profiling_key
-from gradwire.rpc.profiling.sessions import TorchHooks
+from gradwire.rpc.profiling.extension import Profiling, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.sessions import REMOTE_PREFIX, TorchHooks
 from gradwire.rpc.requests.codec import Extensions
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
