@@ -20,7 +20,7 @@ from ...net.security import Audit
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast import Broadcast
-from ..channels.cuda.staging import DeviceStaging
+from ..channels.cuda.devices import DeviceStaging
 from ..channels.payload_writer import PayloadWriter
 from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceBuffer, DeviceMap, device_map_of_answer

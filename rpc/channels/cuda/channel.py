@@ -18,9 +18,8 @@ from ...contracts.devices import DeviceBuffer
 from ..base import ChannelPeer, PayloadLostError, check_size
 from ..shared_memory import SharedMemoryChannel
 from .devices import Devices
-from .receiving import MAX_MAPPED, MappedDeviceSegments
 from .runtime import DeviceError, MappedMemory
-from .sending import FIRST_NUMBER, DeviceSegmentPool
+from .segments import FIRST_NUMBER, MAX_MAPPED, DeviceSegmentPool, MappedDeviceSegments
 
 __all__ = ["CudaIpcChannel"]
 

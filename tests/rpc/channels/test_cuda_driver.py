@@ -3,8 +3,8 @@
 import ctypes
 
 import pytest
-from gradwire.rpc.channels.cuda.driver import HANDLE_BYTES, CudaDriver
 from gradwire.rpc.channels.cuda.runtime import DeviceError
+from gradwire.rpc.channels.cuda.torch_runtime import HANDLE_BYTES, CudaDriver
 
 HANDLE = bytes(range(HANDLE_BYTES))  # with a zero byte in front, which ends no string here
 

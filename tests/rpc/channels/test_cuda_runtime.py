@@ -8,9 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gradwire.rpc.channels.cuda.driver import HANDLE_BYTES
 from gradwire.rpc.channels.cuda.runtime import DeviceError
-from gradwire.rpc.channels.cuda.torch_runtime import TorchDevices
+from gradwire.rpc.channels.cuda.torch_runtime import HANDLE_BYTES, TorchDevices
 
 GPU = torch.device("cuda", 0)
 HANDLE = bytes(range(HANDLE_BYTES))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.cuda.staging import DeviceStaging
+from gradwire.rpc.channels.cuda.devices import DeviceStaging
 from gradwire.rpc.contracts.options import KIB, MIB
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 
@@ -143,7 +143,7 @@ def test_all_copies_start_before_the_first_one_is_waited_for():
 
 
 def test_no_other_thread_takes_the_place_of_one_that_waits_for_a_moment(monkeypatch):
-    monkeypatch.setattr("gradwire.rpc.channels.cuda.staging.LOOK_S", 60.0)
+    monkeypatch.setattr("gradwire.rpc.channels.cuda.devices.LOOK_S", 60.0)
     runtime = Recorder()
     runtime.needed_looks = 5
     assert staging(runtime).to_host([torch.ones(2, dtype=torch.uint8)])[0].tolist() == [1, 1]
