@@ -24,9 +24,7 @@ _LIBRARIES = (*(f"{_GRADWIRE / name}{os.sep}" for name in _PACKAGES), f"{Path(to
 def find_call_site(skip: int = 0) -> CallSite:
     """Returns the innermost line on the stack that is neither in gradwire nor in torch; else the outermost.
 
-    Args:
-        skip: innermost frames that are known to be gradwire's, beside this function's. Looking at a frame costs
-            time.
+    `skip` innermost frames are known to be gradwire's, beside this function's. Looking at a frame costs time.
     """
     frame: FrameType | None
     try:

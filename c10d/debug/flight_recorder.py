@@ -39,8 +39,6 @@ class FlightRecord:
     """One operation of a group as this rank called it. It keeps no tensors.
 
     number: among the collectives of the group, or among its point-to-point operations; counted from 1.
-    name: of the operation.
-    call_site: the line of the user's program that called it.
     peer: of a point-to-point operation; None for a collective.
     pending: the operation, while it is needed to ask whether it is done.
     """
@@ -158,15 +156,10 @@ class FlightRecorder:
 
 
 def write_flight_records(groups: list[dict[str, Any]], folder: Path) -> Path:
-    """Writes the flight records of groups, as JSON values, to a file of this process in `folder`.
+    """Writes the flight records of groups, as JSON values, to a file of this process, and returns its path.
 
-    The file replaces what is at its path, also a symbolic link; only the user can read it.
-
-    Returns:
-        The file's path, `folder/flight-HOST-PID.json`.
-
-    Raises:
-        OSError: the file cannot be written; nothing is at its path that was not there before.
+    The file replaces what is at its path, `folder/flight-HOST-PID.json`, also a symbolic link; only the user can
+    read it. If it cannot be written, OSError is raised, and nothing is at its path that was not there before.
     """
     content = {
         "host": socket.gethostname(),

@@ -60,12 +60,8 @@ class ConsistencyCheck:
     ) -> None:
         """Waits until all ranks have called a collective, and compares the calls.
 
-        Collectives of a group are called by one thread at a time, so this is not thread-safe.
-
-        Args:
-            call: of this rank.
-            timeout_s: seconds to wait for the other ranks.
-            wait_for_all_ranks: GroupCore.wait_for_all_ranks, whose errors are raised.
+        Collectives of a group are called by one thread at a time, so this is not thread-safe. `wait_for_all_ranks`
+        is GroupCore's, whose errors are raised.
 
         Raises:
             CollectiveMismatchError: the calls differ.
@@ -105,7 +101,6 @@ def _describe_call(call: CollectiveCall) -> dict[str, Any]:
 
 
 def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
-    """Raises CollectiveMismatchError unless all ranks have made the same call."""
     texts = [json.dumps(each["call"], sort_keys=True) for each in calls]
     common, count = Counter(texts).most_common(1)[0]
     if count == len(texts):
@@ -119,7 +114,6 @@ def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequenc
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Returns `"rank 1"` or `"ranks 1, 2"`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -151,15 +145,11 @@ class StoreBarrier:
         *,
         wait_all_ranks: bool,
     ) -> None:
-        """Waits until all ranks have called it.
+        """Waits until all ranks have called it. `wait_for_all_ranks` is GroupCore's, whose errors are raised.
 
-        Args:
-            timeout_s: seconds to wait for the other ranks.
-            wait_for_all_ranks: GroupCore.wait_for_all_ranks, whose errors are raised.
-            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording.
+        With `wait_all_ranks`, the error on rank 0 names all absent ranks, not only the first, in torch's wording.
 
-        Raises:
-            CollectiveTimeoutError: some ranks did not call it in time; it names every one.
+        Raises CollectiveTimeoutError if some ranks did not call it in time; it names every one.
         """
         self._number += 1
         keys = [_key(self._number, rank) for rank in range(len(self._global_ranks))]

@@ -431,10 +431,8 @@ class CompletedOperation:
 class OperationWithFinalStep:
     """An operation with a final step on the host, which runs before anybody sees the operation as done.
 
-    Args:
-        pending: the operation.
-        finish: the final step. The first thread that learns of the completion by `wait` or `done` runs it, once.
-            If it raises an error, the operation has failed with that error.
+    The first thread that learns of the completion by `wait` or `done` runs `finish`, once. If that raises an
+    error, the operation has failed with it.
     """
 
     def __init__(self, pending: PendingOperation, finish: Callable[[], None]) -> None:
@@ -480,7 +478,7 @@ class OperationWithFinalStep:
         self._pending.on_done(callback)
 
     def _finish_once(self) -> None:
-        """Runs the final step unless it has run; raises the error with which it has failed. Needs the lock."""
+        """Runs the final step unless it has run. Needs the lock."""
         if self._finish is not None:
             try:
                 self._finish()

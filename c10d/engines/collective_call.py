@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -11,58 +11,24 @@ from .base import Engine, PendingOperation
 from .reductions import Reduction
 from .staging import Staging
 
-__all__ = ["ANY_RANK", "CallOptions", "CollectiveCall", "Step", "Steps", "call_options"]
+__all__ = ["ANY_RANK", "CollectiveCall", "step_of"]
 
 ANY_RANK: Final = -1
 """The peer of a receive that accepts a message from any rank, as in torch and in MPI's MPI_ANY_SOURCE."""
 
 _ZERO = timedelta(0)
 
-
-@final
-class Step:
-    """One operation of an engine and its arguments, except the timeout.
-
-    operation: name of a method of Engine.
-    """
-
-    __slots__ = ("_arguments", "operation")
-
-    def __init__(self, operation: str, *arguments: object) -> None:
-        self.operation = operation
-        self._arguments = arguments
-
-    def __call__(self, engine: Engine, timeout_s: float) -> PendingOperation | int | None:
-        """Calls the operation on an engine and returns what it returns; see engines.base."""
-        return getattr(engine, self.operation)(*self._arguments, timeout_s)  # type: ignore[no-any-return]
+Step: TypeAlias = Callable[[Engine, float], PendingOperation | int | None]
+"""Runs one operation on an engine, within a timeout in seconds. Returns what the operation returns."""
 
 
-Steps = Sequence[Callable[[Engine, float], PendingOperation | int | None]]
-"""Functions that each run one operation on an engine, within a timeout in seconds; usually instances of Step."""
+def step_of(operation: str, *arguments: object) -> Step:
+    """Returns the step that calls a method of Engine with these arguments, and the timeout."""
 
+    def run(engine: Engine, timeout_s: float) -> PendingOperation | int | None:
+        return getattr(engine, operation)(*arguments, timeout_s)  # type: ignore[no-any-return]
 
-class CallOptions(NamedTuple):
-    """What the caller of an operation may choose for any operation.
-
-    timeout_s: seconds the operation may take; None for the group's timeout.
-    is_sync: whether the caller waits for the operation at once.
-    """
-
-    timeout_s: float | None = None
-    is_sync: bool = False
-
-
-def call_options(torch_options: Any, timeout: timedelta | None) -> CallOptions:
-    """Reads timeout and `asyncOp` from an options object of torch, such as AllreduceOptions.
-
-    Args:
-        torch_options: torch's options, or the single argument that torch accepts in their place; None for none.
-        timeout: takes precedence over the timeout of the options, if given.
-    """
-    limit = getattr(torch_options, "timeout", None) if timeout is None else timeout
-    # torch's options without a timeout have a negative one.
-    timeout_s = limit.total_seconds() if limit is not None and limit > _ZERO else None
-    return CallOptions(timeout_s, not getattr(torch_options, "asyncOp", True))
+    return run
 
 
 @final
@@ -74,7 +40,8 @@ class CollectiveCall:
     staging: the tensors that the engine reads and writes in place of the user's.
     inputs: the user's tensors that are read.
     outputs: the user's tensors that are written.
-    options: timeout, and whether the caller waits.
+    timeout_s: seconds that the operation may take; None for the group's timeout.
+    is_sync: whether the caller waits for the operation at once.
     device: the tensors' device; for a barrier, the device whose engine runs it.
     result: what `Work.result()` returns.
     reduction, root: of collectives that have them; else None.
@@ -85,11 +52,12 @@ class CollectiveCall:
     def __init__(
         self,
         name: str,
-        steps: Steps,
+        steps: Sequence[Step],
         staging: Staging,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        options: CallOptions,
+        options: Any = None,
+        timeout: timedelta | None = None,
         *,
         device: torch.device | None = None,
         result: Any = None,
@@ -98,13 +66,20 @@ class CollectiveCall:
         peer: int | None = None,
         tag: int = 0,
     ) -> None:
-        """By default `device` is that of the first input or output, and `result` is the list of outputs."""
+        """By default `device` is that of the first input or output, and `result` is the list of outputs.
+
+        The options are torch's, such as AllreduceOptions, or the single argument that torch accepts in their
+        place. A timeout that is given takes precedence over theirs.
+        """
         self.name = name
         self.steps = steps
         self.staging = staging
         self.inputs = inputs
         self.outputs = outputs
-        self.options = options
+        limit = getattr(options, "timeout", None) if timeout is None else timeout
+        # torch's options without a timeout have a negative one.
+        self.timeout_s = limit.total_seconds() if limit is not None and limit > _ZERO else None
+        self.is_sync = not getattr(options, "asyncOp", True)
         self.device = (inputs or outputs)[0].device if device is None else device
         self.result = list(outputs) if result is None else result
         self.reduction = reduction

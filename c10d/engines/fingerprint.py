@@ -51,12 +51,8 @@ def encode(
 ) -> int:
     """Returns the fingerprint of a call, a non-negative integer of at most 63 bits.
 
-    Args:
-        operation: such as `"all_reduce"`.
-        size: bytes that must be the same on all ranks; counted modulo 32 GiB.
-        root: of operations that have one.
-        reduction: of operations that reduce.
-        dtype: of the tensors that are reduced; other operations move bytes.
+    `size` is in bytes that must be the same on all ranks, counted modulo 32 GiB. `dtype` is that of tensors that
+    are reduced; other operations move bytes.
     """
     code = _OPERATION_CODES[operation] | root << _ROOT_SHIFT | (size & (1 << _SIZE_BITS) - 1) << _SIZE_SHIFT
     if reduction is not None:
@@ -94,8 +90,7 @@ class AgreeingEngine(Engine):
             call: fingerprint of this rank's call, or those for each of the ranks.
             expected: the fingerprint that each rank must have for this one; if None, that of this rank's call.
 
-        Raises:
-            CollectiveMismatchError: a rank has made another call.
+        Raises CollectiveMismatchError if a rank has made another call.
         """
         given = [call] * self.size if isinstance(call, int) else list(call)
         self.operation, self.timeout = operation_of(given[0]), timeout
@@ -126,10 +121,7 @@ class AgreeingEngine(Engine):
 
 
 def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> CollectiveMismatchError:
-    """Returns the error for the call of the rank `other` that is not what this rank, `me`, expects.
-
-    Both are ranks in the default group.
-    """
+    """Returns the error for a call of `other` that this rank, `me`, does not expect; both are global ranks."""
     if operation_of(theirs) == operation_of(expected) == "all_to_all":
         sent, taken = theirs >> _SIZE_SHIFT, expected >> _SIZE_SHIFT
         text = f"rank {other} calls all_to_all with {sent} bytes for rank {me}, which takes {taken} bytes"

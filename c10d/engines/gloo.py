@@ -57,12 +57,7 @@ SPIN_S = 0.0004
 
 @final
 class GlooEngine(AgreeingEngine):
-    """Connects ranks by TCP, on the network interfaces of GLOO_SOCKET_IFNAME or the one that reaches the others.
-
-    Raises:
-        ProcessGroupError: Gloo could not connect the ranks within the timeout of the setup, or they are on several
-            hosts, which not all of them allow.
-    """
+    """Connects ranks by TCP, on the interfaces of GLOO_SOCKET_IFNAME or the one that reaches the others."""
 
     name: ClassVar[str] = "gloo"
 
@@ -223,7 +218,7 @@ class GlooEngine(AgreeingEngine):
         self._start("alltoall_base", dist.AllToAllOptions(), received, sent, [], []).wait(None)
 
     def _start(self, function: str, options: Any, *tensors: Any) -> PendingOperation:
-        """Calls a method of the C++ group for the collective in flight, with its timeout put into the options."""
+        """Calls a method of the C++ group for the collective that was agreed on last."""
         self.raise_if_failed()
         name, timeout = self.operation, self.timeout
         # Gloo counts milliseconds, and takes 0 for no timeout.
@@ -341,7 +336,6 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
 
 
 def _reduce_op(reduction: Reduction, tensor: Tensor) -> Any:
-    """Returns the ReduceOp that Gloo runs for a reduction."""
     if reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype not in _FLOATS):
         return dist.ReduceOp.SUM
     return getattr(dist.ReduceOp, reduction.name.upper())
@@ -353,7 +347,6 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def _then(pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
-    """Has `function` run before the operation is done."""
     return None if pending is None else OperationWithFinalStep(pending, function)
 
 
@@ -362,8 +355,6 @@ def _first_line(error: Exception) -> str:
 
 
 class _GlooOperation:
-    """An operation in flight, which may take `timeout` seconds, and torch's Work for it."""
-
     def __init__(self, engine: GlooEngine, work: TorchWork, operation: str, timeout: float) -> None:
         self._engine = engine
         self._work: Any = work  # dropped when done, as it holds the tensors
@@ -382,7 +373,6 @@ class _GlooCollective(_GlooOperation):
     """A collective in flight, a PendingOperation."""
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++; see PendingOperation.wait."""
         work = self._work
         if work is not None:
             _spin(work)
@@ -400,7 +390,6 @@ class _GlooCollective(_GlooOperation):
             raise self._error
 
     def done(self) -> bool:
-        """Returns whether the operation has finished, successfully or not."""
         work = self._work
         if work is None or work.is_completed():
             with suppress(Exception):  # `wait` raises it again
@@ -413,7 +402,6 @@ class _GlooCollective(_GlooOperation):
         return work is None or work.is_completed()
 
     def source(self) -> int:
-        """Raises NotImplementedError, as collectives have no source."""
         raise NotImplementedError
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -443,7 +431,6 @@ class _GlooMessage(_GlooOperation):
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++, or for the thread that does; see PendingOperation.wait."""
         # A failure of the group would not wake a thread that waits in C++ for a message from any rank.
         may_wait = not self._is_done and timeout is None and self._operation != "recv_anysource"
         if may_wait and self._has_waiter.acquire(blocking=False):
@@ -457,7 +444,6 @@ class _GlooMessage(_GlooOperation):
             raise self._error
 
     def done(self) -> bool:
-        """Returns whether the operation has finished, successfully or not."""
         if not self._is_done:
             self._ensure_waiter()
         return self._is_done
@@ -467,11 +453,9 @@ class _GlooMessage(_GlooOperation):
         return self._is_done
 
     def source(self) -> int:
-        """Returns the rank that sent the message, once a receive is done."""
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the operation is done, or immediately if it is done already."""
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -483,7 +467,6 @@ class _GlooMessage(_GlooOperation):
         self._finish(error.with_traceback(None))
 
     def _ensure_waiter(self) -> None:
-        """Starts a thread that waits in C++ unless some thread does already."""
         if self._has_waiter.acquire(blocking=False):
             name = f"gradwire-gloo-{self._operation}"
             threading.Thread(target=self._wait_in_gloo, name=name, daemon=True).start()
@@ -515,7 +498,6 @@ class _GlooMessage(_GlooOperation):
 
 
 def _spin(work: TorchWork) -> None:
-    """Yields the processor until an operation is done, for at most `SPIN_S` seconds."""
     deadline = time.monotonic() + SPIN_S
     while not work.is_completed() and time.monotonic() < deadline:
         os.sched_yield()

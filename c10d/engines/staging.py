@@ -158,7 +158,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy with conjugation and negation resolved."""
     with torch.inference_mode(mode=False):
         return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 

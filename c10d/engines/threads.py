@@ -28,9 +28,7 @@ MAX_IDLE_POLLS: Final = 20
 
 @final
 class SerialTask:
-    """A task of a SerialQueue, which is a PendingOperation (see engines.base). Made by `SerialQueue.submit`.
-
-    It is done when its function has returned, and what that has started is done as well.
+    """A task of a SerialQueue, a PendingOperation that is done when what its function has started is done as well.
 
     has_run: whether the function has returned, or raised an error.
     """
@@ -141,7 +139,7 @@ class SerialQueue:
     def try_acquire(self) -> bool:
         """Acquires the empty queue for the calling thread, which may then do its work without a task.
 
-        Returns False, without waiting, if there are tasks on the queue or another thread has it.
+        Returns False at once if there are tasks on the queue or another thread has it.
         """
         if not self._running.acquire(blocking=False):
             return False
@@ -203,11 +201,8 @@ class PollingThread:
 
     Waking a thread for each of many operations would cost more than to poll while they follow each other.
 
-    Args:
-        name: of the thread.
-        poll: a method that returns the seconds after which to call it again; None if it has nothing to do. Its
-            object is not kept alive.
-        interval_s: seconds between polls that find nothing to do.
+    `poll` returns the seconds after which to call it again; None if it has nothing to do. Its object is not kept
+    alive. `interval_s` is between polls that find nothing to do.
     """
 
     def __init__(self, name: str, poll: Callable[[], float | None], interval_s: float) -> None:

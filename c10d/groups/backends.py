@@ -90,12 +90,7 @@ def register_engine(
 @final
 @dataclass(frozen=True, slots=True)
 class GroupFactory:
-    """Makes process groups when torch asks for a backend.
-
-    name: of the backend.
-    factory: makes its engine.
-    cannot_reconfigure: why its groups cannot be formed anew; empty if they can.
-    """
+    """Makes process groups on the engine of a backend when torch asks for it; see `register_engine`."""
 
     name: str
     factory: EngineFactory
@@ -290,9 +285,6 @@ def why_unavailable(engine: str) -> str | None:
 
     Initializes nothing. Whether the ranks of a group can use the engine together is known only when the group is
     made.
-
-    Raises:
-        ValueError: no engine of gradwire has this name.
     """
     checks = {"gloo": _check_gloo, "mpi": _check_mpi, "nccl": _check_nccl, "shm": _check_shm}
     if engine not in checks:

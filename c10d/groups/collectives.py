@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..engines.base import Engine
-from ..engines.collective_call import ANY_RANK, CallOptions, CollectiveCall, Step, call_options
+from ..engines.collective_call import ANY_RANK, CollectiveCall, step_of
 from ..engines.reductions import Reduction
 from ..engines.staging import Staging, span_of
 from ..torch_types import TorchProcessGroup
@@ -28,8 +28,6 @@ Tensors = Sequence[Tensor]
 Time = timedelta | None
 
 Result = GroupWork | None
-
-_NO_OPTIONS = CallOptions()
 
 
 class Collectives(TorchProcessGroup):
@@ -51,9 +49,9 @@ class Collectives(TorchProcessGroup):
         root = self._root("broadcast", opts)
         _check_tensors("broadcast", [tensor])
         staging = Staging()
-        step = Step("broadcast", staging.output(tensor), root)
-        options, both = call_options(opts, timeout), [tensor]
-        return self.start(CollectiveCall("broadcast", [step], staging, both, both, options, root=root))
+        step = step_of("broadcast", staging.output(tensor), root)
+        both = [tensor]
+        return self.start(CollectiveCall("broadcast", [step], staging, both, both, opts, timeout, root=root))
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Reduces the tensors of all ranks into every rank's. Sparse COO tensors can be summed and averaged."""
@@ -67,9 +65,9 @@ class Collectives(TorchProcessGroup):
         if reduction.name not in {"sum", "avg"}:
             raise ValueError(f"all_reduce of a sparse tensor cannot use {reduction.name}, only sum and avg")
         step = _SparseSum(tensor, average=reduction.name == "avg")
-        options, both = call_options(opts, timeout), [tensor]
+        both = [tensor]
         return self.start(
-            CollectiveCall("all_reduce", [step], Staging(), both, both, options, reduction=reduction)
+            CollectiveCall("all_reduce", [step], Staging(), both, both, opts, timeout, reduction=reduction)
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Result:
@@ -81,9 +79,10 @@ class Collectives(TorchProcessGroup):
         _check_tensors(name, tensors)
         check_reduction(name, reduction, tensors)
         staging = Staging()
-        steps = [Step("all_reduce", alias, reduction) for alias in staging.outputs(tensors)]
-        options = call_options(opts, timeout)
-        return self.start(CollectiveCall(name, steps, staging, tensors, tensors, options, reduction=reduction))
+        steps = [step_of("all_reduce", alias, reduction) for alias in staging.outputs(tensors)]
+        return self.start(
+            CollectiveCall(name, steps, staging, tensors, tensors, opts, timeout, reduction=reduction)
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Time = None) -> Result:
         """Reduces the tensors of all ranks into the root's; the other ranks' tensors may change or not."""
@@ -93,10 +92,10 @@ class Collectives(TorchProcessGroup):
         _check_tensors("reduce", [tensor])
         check_reduction("reduce", reduction, [tensor])
         staging = Staging()
-        step = Step("reduce", staging.output(tensor), root, reduction)
-        options, both = call_options(opts, timeout), [tensor]
+        step = step_of("reduce", staging.output(tensor), root, reduction)
+        both = [tensor]
         return self.start(
-            CollectiveCall("reduce", [step], staging, both, both, options, root=root, reduction=reduction)
+            CollectiveCall("reduce", [step], staging, both, both, opts, timeout, root=root, reduction=reduction)
         )
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
@@ -129,12 +128,11 @@ class Collectives(TorchProcessGroup):
         aliases = [staging.outputs(outputs) for outputs in lists]
         own = self.rank()
         steps = [
-            Step("all_gather", outputs, staging.input(tensor, span_of(outputs[own])))
+            step_of("all_gather", outputs, staging.input(tensor, span_of(outputs[own])))
             for outputs, tensor in zip(aliases, tensors, strict=True)
         ]
         result = [list(outputs) for outputs in lists]
-        options = call_options(opts, timeout)
-        return self.start(CollectiveCall(name, steps, staging, tensors, flat, options, result=result))
+        return self.start(CollectiveCall(name, steps, staging, tensors, flat, opts, timeout, result=result))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
         """Concatenates the tensors of all ranks, of one size, into `output` on every rank."""
@@ -151,10 +149,10 @@ class Collectives(TorchProcessGroup):
             _check_whole(name, "output", output, "input", tensor, self.size())
         staging, own, parts = Staging(), self.rank(), self.size()
         steps = [
-            Step("all_gather_single", output, staging.input(tensor, span_of(output, own, parts)))
+            step_of("all_gather_single", output, staging.input(tensor, span_of(output, own, parts)))
             for output, tensor in zip(staging.outputs(outputs), inputs, strict=True)
         ]
-        return self.start(CollectiveCall(name, steps, staging, inputs, outputs, call_options(opts, None)))
+        return self.start(CollectiveCall(name, steps, staging, inputs, outputs, opts))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies rank r's tensor into the r-th output of the root; all have one size."""
@@ -166,10 +164,11 @@ class Collectives(TorchProcessGroup):
         staging = Staging()
         aliases = staging.outputs(outputs)
         source = staging.input(tensor, span_of(aliases[root]) if aliases else None)
-        step = Step("gather", aliases, source, root)
-        options = call_options(opts, timeout)
+        step = step_of("gather", aliases, source, root)
         return self.start(
-            CollectiveCall("gather", [step], staging, [tensor], outputs, options, result=[outputs], root=root)
+            CollectiveCall(
+                "gather", [step], staging, [tensor], outputs, opts, timeout, result=[outputs], root=root
+            )
         )
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
@@ -183,11 +182,9 @@ class Collectives(TorchProcessGroup):
             _check_whole(name, "output", output, "input", input, self.size())
             parts = list(staging.output(output).view(self.size(), *input.shape).unbind())
         source = staging.input(input, span_of(parts[root]) if parts else None)
-        step = Step("gather", parts, source, root)
+        step = step_of("gather", parts, source, root)
         outputs = [output] if parts else []
-        return self.start(
-            CollectiveCall(name, [step], staging, [input], outputs, call_options(opts, None), root=root)
-        )
+        return self.start(CollectiveCall(name, [step], staging, [input], outputs, opts, root=root))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Copies the root's r-th input into rank r's tensor; all have one size."""
@@ -198,9 +195,8 @@ class Collectives(TorchProcessGroup):
         _check_equal_sizes("scatter", "inputs", inputs, tensor)
         staging = Staging()
         alias = staging.output(tensor)
-        step = Step("scatter", alias, staging.inputs(inputs, root, span_of(alias)), root)
-        options = call_options(opts, timeout)
-        return self.start(CollectiveCall("scatter", [step], staging, inputs, [tensor], options, root=root))
+        step = step_of("scatter", alias, staging.inputs(inputs, root, span_of(alias)), root)
+        return self.start(CollectiveCall("scatter", [step], staging, inputs, [tensor], opts, timeout, root=root))
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None
@@ -216,9 +212,10 @@ class Collectives(TorchProcessGroup):
         check_reduction(name, reduction, [tensor])
         staging = Staging()
         alias = staging.output(tensor)
-        step = Step("reduce_scatter", alias, staging.inputs(inputs, self.rank(), span_of(alias)), reduction)
-        options = call_options(opts, timeout)
-        return self.start(CollectiveCall(name, [step], staging, inputs, [tensor], options, reduction=reduction))
+        step = step_of("reduce_scatter", alias, staging.inputs(inputs, self.rank(), span_of(alias)), reduction)
+        return self.start(
+            CollectiveCall(name, [step], staging, inputs, [tensor], opts, timeout, reduction=reduction)
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
         """Runs a reduce_scatter of the equal parts of `input`."""
@@ -237,11 +234,10 @@ class Collectives(TorchProcessGroup):
             _check_whole(name, "input", tensor, "output", output, self.size())
         staging, own_part = Staging(), (self.rank(), self.size())
         steps = [
-            Step("reduce_scatter_single", alias, staging.input(whole, own_part=own_part), reduction)
+            step_of("reduce_scatter_single", alias, staging.input(whole, own_part=own_part), reduction)
             for alias, whole in zip(staging.outputs(outputs), inputs, strict=True)
         ]
-        options = call_options(opts, None)
-        return self.start(CollectiveCall(name, steps, staging, inputs, outputs, options, reduction=reduction))
+        return self.start(CollectiveCall(name, steps, staging, inputs, outputs, opts, reduction=reduction))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Time = None) -> Result:
         """Copies rank r's j-th input into rank j's r-th output; sizes may differ."""
@@ -252,8 +248,8 @@ class Collectives(TorchProcessGroup):
         _check_same_size(name, outputs[self.rank()], inputs[self.rank()])
         staging = Staging()
         own, aliases = self.rank(), staging.outputs(outputs)
-        step = Step("all_to_all", aliases, staging.inputs(inputs, own, span_of(aliases[own])))
-        return self.start(CollectiveCall(name, [step], staging, inputs, outputs, call_options(opts, timeout)))
+        step = step_of("all_to_all", aliases, staging.inputs(inputs, own, span_of(aliases[own])))
+        return self.start(CollectiveCall(name, [step], staging, inputs, outputs, opts, timeout))
 
     def all_to_all_single(
         self,
@@ -273,20 +269,21 @@ class Collectives(TorchProcessGroup):
             aliases = _split(name, "output", alias, output_split_sizes, self.size())
             sources = _split(name, "input", source, input_split_sizes, self.size())
             _check_same_size(name, aliases[self.rank()], sources[self.rank()])
-            step = Step("all_to_all", aliases, sources)
+            step = step_of("all_to_all", aliases, sources)
         else:
             _check_same_size(name, output, input)
             _split(name, "output", alias, (), self.size())
-            step = Step("all_to_all_single", alias, source)
-        return self.start(CollectiveCall(name, [step], staging, [input], [output], call_options(opts, timeout)))
+            step = step_of("all_to_all_single", alias, source)
+        return self.start(CollectiveCall(name, [step], staging, [input], [output], opts, timeout))
 
     def barrier(self, opts: Any = None, timeout: Time = None) -> Result:
         """Waits until all ranks have called it."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
         device = getattr(opts, "device", None) or torch.device("cpu")
-        options = call_options(opts, timeout)
-        return self.start(CollectiveCall("barrier", [Step("barrier")], Staging(), [], [], options, device=device))
+        return self.start(
+            CollectiveCall("barrier", [step_of("barrier")], Staging(), [], [], opts, timeout, device=device)
+        )
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Result:
         """Sends a tensor to rank `dst`, which receives it with the same tag."""
@@ -295,11 +292,9 @@ class Collectives(TorchProcessGroup):
         _check_rank("send", "dst", dst, self.size())
         _check_tag("send", tag)
         staging = Staging()
-        step = Step("send", staging.input(tensor), dst, tag)
+        step = step_of("send", staging.input(tensor), dst, tag)
         inputs = [tensor]
-        return self.start(
-            CollectiveCall("send", [step], staging, inputs, [], _NO_OPTIONS, result=inputs, peer=dst, tag=tag)
-        )
+        return self.start(CollectiveCall("send", [step], staging, inputs, [], result=inputs, peer=dst, tag=tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Result:
         """Receives what rank `src` sends with this tag."""
@@ -315,9 +310,9 @@ class Collectives(TorchProcessGroup):
         _check_tensors("recv", [tensor])
         _check_tag("recv", tag)
         staging = Staging()
-        step = Step("recv", staging.output(tensor), src, tag)
+        step = step_of("recv", staging.output(tensor), src, tag)
         peer = ANY_RANK if src is None else src
-        return self.start(CollectiveCall("recv", [step], staging, [], [tensor], _NO_OPTIONS, peer=peer, tag=tag))
+        return self.start(CollectiveCall("recv", [step], staging, [], [tensor], peer=peer, tag=tag))
 
     # Names that torch uses before 2.13.
     _allgather_base = all_gather_single
@@ -367,7 +362,7 @@ def _split(name: str, what: str, tensor: Tensor, sizes: Sequence[int], ranks: in
 
 @final
 class _SparseSum:
-    """A step (see collective_call.Step) that reduces a sparse COO tensor over all ranks, in place.
+    """A step of a CollectiveCall that reduces a sparse COO tensor over all ranks, in place.
 
     Every rank gathers the indices and values of all ranks and adds the values of each index in the order of the
     ranks, so that all ranks get the same bits.
@@ -376,8 +371,6 @@ class _SparseSum:
         tensor: this rank's sparse COO tensor, of the same shape on all ranks. The number of entries may differ.
         average: divide the sum by the number of ranks.
     """
-
-    operation = "all_reduce"
 
     def __init__(self, tensor: Tensor, *, average: bool) -> None:
         self._tensor = tensor
@@ -444,13 +437,11 @@ def check_reduction(name: str, reduction: Reduction, tensors: Sequence[Tensor]) 
 
 
 def _check_rank(name: str, what: str, rank: object, size: int) -> None:
-    """Checks that `rank`, the argument called `what`, is a rank of a group of `size` ranks."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
         raise ValueError(f"{name}: {what} is {rank!r}, but the group has the ranks 0 to {size - 1}")
 
 
 def _check_tag(name: str, tag: int) -> None:
-    """Checks the tag of a message."""
     if tag < 0:
         raise ValueError(f"{name}: the tag is {tag}: give 0 or more")
 
@@ -462,7 +453,6 @@ def check_parts(name: str, what: str, parts: Sequence[Any], size: int) -> None:
 
 
 def _check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
-    """Checks that the output for a rank's own input has as many elements as that input."""
     if output.numel() != tensor.numel():
         raise ValueError(
             f"{name}: the output for this rank's own input has {output.numel()} elements, the input "
@@ -471,7 +461,6 @@ def _check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
 
 
 def _check_equal_sizes(name: str, what: str, parts: Sequence[Tensor], tensor: Tensor) -> None:
-    """Checks that the root's parts, one for each rank, have as many elements as its own tensor."""
     for rank, part in enumerate(parts):
         if part.numel() != tensor.numel():
             raise ValueError(
@@ -481,7 +470,6 @@ def _check_equal_sizes(name: str, what: str, parts: Sequence[Tensor], tensor: Te
 
 
 def _check_coalesced(name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Checks that there is one output for each input."""
     if len(outputs) != len(inputs):
         raise ValueError(f"{name} takes one output for each of the {len(inputs)} inputs, but got {len(outputs)}")
 

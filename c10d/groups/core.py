@@ -195,7 +195,7 @@ class GroupCore:
             self._check_departures(call)
         record = self._recorder.begin(call)
         try:
-            timeout_s = self._timeout_s if call.options.timeout_s is None else call.options.timeout_s
+            timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
             if self._consistency_check is not None and call.peer is None:
                 self._consistency_check.check(call, timeout_s, self.wait_for_all_ranks)
             engine = self.engine(call.device.type)
@@ -215,7 +215,6 @@ class GroupCore:
     def _start_profiled(
         self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
     ) -> PendingOperation | None:
-        """Starts an operation, and records it as an event of torch's profiler."""
         event = OperationEvent(self._backends[call.device.type], call)
         try:
             with event.without_nested_events():
@@ -223,7 +222,7 @@ class GroupCore:
         except BaseException:
             event.end()
             raise
-        if pending is None or call.options.is_sync:
+        if pending is None or call.is_sync:
             event.end()
             return pending
         return event.end_with(pending, is_point_to_point=call.peer is not None)
@@ -251,7 +250,7 @@ class GroupCore:
         copy_back = call.staging.copy_back if call.staging.needs_copy_back() else None
         steps = [partial(step, engine, timeout_s) for step in call.steps]
         pending = record.pending = engine.start(steps, copy_back)
-        if pending is None or not call.options.is_sync:
+        if pending is None or not call.is_sync:
             return pending
         pending.wait(None)
         return None
@@ -261,7 +260,7 @@ class GroupCore:
     ) -> PendingOperation:
         """Runs an operation on the caller's thread if it is synchronous or would not block, else on a queue."""
         queue = self._queue(call)
-        is_sync = call.options.is_sync
+        is_sync = call.is_sync
         runs_inline = is_sync
         if call.name == "send":
             assert call.peer is not None
@@ -285,7 +284,7 @@ class GroupCore:
     def _run_blocking(
         self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
     ) -> PendingOperation | int | None:
-        """Runs an operation on a blocking engine. Returns the rank that sent, or what has been started."""
+        """Returns the rank that sent, or what has been started."""
         source: int | None = None
         started: list[PendingOperation] = []
         try:
@@ -314,7 +313,6 @@ class GroupCore:
         return source
 
     def _queue(self, call: CollectiveCall) -> SerialQueue:
-        """Returns the queue that keeps the order of this operation with others of its kind."""
         kind, peer = ("collectives", ANY_RANK) if call.peer is None else (call.name, call.peer)
         key = (call.device.type, kind, peer)
         queue = self._queues.get(key)

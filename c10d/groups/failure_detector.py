@@ -114,7 +114,6 @@ class FailureDetector:
 
     Args:
         store: shared by the ranks, and used by this failure detector alone.
-        rank, size: of this process in the group.
         timeout_s: seconds within which all ranks must have connected.
         insecure: whether this rank allows connections to other hosts without credentials.
         identity: what this rank shows on its connections, and demands; None for connections without TLS.
@@ -123,8 +122,7 @@ class FailureDetector:
         on_left: called in the same way when a rank has closed its failure detector, or its interpreter has exited;
             and before that if its group has failed.
 
-    Raises:
-        ProcessGroupError: some ranks did not connect in time, or are on other hosts without `insecure`.
+    Raises ProcessGroupError if some ranks did not connect in time, or are on other hosts without `insecure`.
     """
 
     _instances: ClassVar["weakref.WeakSet[FailureDetector]"] = weakref.WeakSet()
@@ -290,10 +288,9 @@ class FailureDetector:
     async def _find_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> int:
         """Returns the rank that has made a new connection.
 
-        Raises:
-            ValueError: it does not say who it is, the rank has a connection, or rank 0 is closing: _RefusedError
-                if it may know that.
-            OSError: it takes too long, the handshake of TLS fails, or the peer has left.
+        Raises ValueError if it does not say who it is, the rank has a connection, or rank 0 is closing
+        (_RefusedError if it may know that); OSError if it takes too long, the handshake of TLS fails, or the peer
+        has left.
         """
         async with asyncio.timeout(TOKEN_TIMEOUT_S + 2 * round_trip_s(writer.get_extra_info("socket"))):
             if self._identity is not None:  # at once, before anything is read
@@ -308,7 +305,6 @@ class FailureDetector:
         return rank
 
     def _join(self, store: TorchStore, timeout_s: float) -> None:
-        """On other ranks: connects to rank 0."""
         store.wait(["address"], timedelta(seconds=timeout_s))
         host, port, token = _parse_address(store.get("address"))
         if not host:
@@ -352,7 +348,6 @@ class FailureDetector:
         task.add_done_callback(self._tasks.discard)
 
     async def _read_from(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Handles what a peer sends until the connection ends."""
         with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
                 message = parse_message(line, self._size)
@@ -427,12 +422,7 @@ def _parse_address(text: bytes) -> tuple[str, int, str]:
 
 
 async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int:
-    """Reads a connection's first line, "TOKEN RANK"; returns the rank.
-
-    Raises:
-        ValueError: the line is something else.
-        ConnectionResetError: there is none.
-    """
+    """Returns the rank of a connection's first line, "TOKEN RANK". Raises ValueError for any other line."""
     line = await reader.readline()
     if not line:
         raise ConnectionResetError

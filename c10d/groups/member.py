@@ -79,11 +79,7 @@ class GroupHandle:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Reads the result of `to_text`.
-
-        Raises:
-            ValueError: `text` is something else.
-        """
+        """Reads the result of `to_text`; raises ValueError for anything else."""
         try:
             if not isinstance(text, str) or len(text) > MAX_HANDLE_CHARACTERS:
                 raise ValueError("too long, or no text")
@@ -97,12 +93,8 @@ class GroupHandle:
 def _parse_handles(texts: Collection[str]) -> list[GroupHandle]:
     """Returns the members of a new group in the order of their ranks there.
 
-    Args:
-        texts: a list assigns ranks by position. In a set, members keep the order of their last ranks, and those
-            without one come after them, in the order of their ids.
-
-    Raises:
-        ValueError: `texts` is empty, names a member twice, or has something that is no handle.
+    A list assigns ranks by position. In a set, members keep the order of their last ranks, and those without one
+    come after them. Raises ValueError for no members, for one that is there twice, and for what is no handle.
     """
     if isinstance(texts, str) or not texts:
         raise ValueError(f"the handles are {texts!r}: give a list or set of the handles of all members")
@@ -137,11 +129,7 @@ class Arrival:
 
     @classmethod
     def from_text(cls, text: bytes) -> Self:
-        """Reads the result of `to_text`.
-
-        Raises:
-            ProcessGroupError: `text` is something else.
-        """
+        """Reads the result of `to_text`; raises ProcessGroupError for anything else."""
         try:
             found = parse_dict(text, {"handle": str, "generation": str, "size": int, "gone": list})
             handle = GroupHandle.from_text(found["handle"])
@@ -220,10 +208,7 @@ class GroupMember:
     def reconfigure(self, key: str, texts: Collection[str], timeout_s: float) -> GroupCore:
         """Leaves the old ranks, and forms the group with these members; see gradwire.c10d.reconfigure.
 
-        Args:
-            key: what all members call this attempt.
-            texts: the handles of the members; see `_parse_handles` for their ranks.
-            timeout_s: seconds that all of it may take.
+        `key` is what all members call this attempt, `texts` are the handles of the members.
         """
         self._require_support()
         handles = _parse_handles(texts)
@@ -294,8 +279,8 @@ class ReconfigureRound:
         arrival: what this process says.
         min_size: members that the group needs.
         max_size: members with which the round ends at once; None if there is no such number.
-        window_s: seconds without another arrival after which the round ends, if ranks of the last group are
-            missing of which nobody knows that they are gone.
+        window_s: seconds without another arrival after which the round ends, though ranks of the last group are
+            missing.
     """
 
     def __init__(
@@ -310,8 +295,7 @@ class ReconfigureRound:
     def run(self, timeout_s: float) -> tuple[int, list[str]]:
         """Returns the number of the round, and the handles of its members in the order of their new ranks.
 
-        Raises:
-            ProcessGroupError: not enough members arrived within `timeout_s` seconds.
+        Raises ProcessGroupError if not enough members arrived within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         number = self._store.add("round", 0)

@@ -27,8 +27,7 @@ class GroupSpec:
 
     store: shared by all workers. The group uses a clone, since one store of torch's serves one thread at a time.
     name: of the group, unique in the store.
-    members: the workers' ids, in the order of their ranks in the group.
-    me: the id of this worker.
+    members: the workers' ids, in the order of their ranks in the group; `me` is this worker's.
     insecure: whether this worker allows connections to other hosts without credentials.
     """
 
@@ -84,10 +83,7 @@ class GroupMembership:
         return engine
 
     def leave(self) -> None:
-        """Leaves the group: operations in flight fail, and the other members notice.
-
-        Does not wait, and does not release the engine.
-        """
+        """Leaves the group without waiting: operations in flight fail, and the others notice. Keeps the engine."""
         with self._lock:
             if self.error is None:
                 self.error = GroupAbortedError(f"worker {self._spec.me} has left the group {self._spec.name}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UnsupportedOperationError
-from ..engines.collective_call import CallOptions, CollectiveCall, Step
+from ..engines.collective_call import CollectiveCall, step_of
 from ..engines.nccl import NcclEngine, plans
 from ..engines.nccl.plans import GpuRank, Plan
 from ..engines.reductions import Reduction
@@ -115,9 +115,9 @@ def all_gather_multigpu(
         partial(plans.all_gather, outputs=outputs, tensor=tensor)
         for outputs, tensor in zip(lists, tensors, strict=True)
     ]
-    step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
+    step = step_of("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
     written = list(chain(*output_tensor_lists))
-    call = CollectiveCall(name, [step], staging, input_tensor_list, written, CallOptions(is_sync=not async_op))
+    call = CollectiveCall(name, [step], staging, input_tensor_list, written, _options(async_op=async_op))
     return target.start(call)
 
 
@@ -151,9 +151,9 @@ def reduce_scatter_multigpu(
         partial(plans.reduce_scatter, tensor=tensor, inputs=inputs, reduction=reduction)
         for tensor, inputs in zip(tensors, lists, strict=True)
     ]
-    step = Step("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
+    step = step_of("multigpu", name, tensors, [*tensors, *chain(*lists)], steps)
     read = list(chain(*input_tensor_lists))
-    call = CollectiveCall(name, [step], staging, read, output_tensor_list, CallOptions(is_sync=not async_op))
+    call = CollectiveCall(name, [step], staging, read, output_tensor_list, _options(async_op=async_op))
     return target.start(call)
 
 
@@ -203,8 +203,14 @@ def _root(name: str, group: ProcessGroup, rank: int, what: str, index: int, coun
 def _start_in_place(
     group: ProcessGroup, name: str, tensors: Tensors, plan: Callable[..., Plan], *, async_op: bool
 ) -> TorchWork | None:
-    """Starts a collective that reads and writes the same tensors, by a plan for each of them."""
     staging = Staging()
     staged = staging.outputs(tensors)
-    step = Step("multigpu", name, staged, staged, [partial(plan, tensor=tensor) for tensor in staged])
-    return group.start(CollectiveCall(name, [step], staging, tensors, tensors, CallOptions(is_sync=not async_op)))
+    step = step_of("multigpu", name, staged, staged, [partial(plan, tensor=tensor) for tensor in staged])
+    return group.start(CollectiveCall(name, [step], staging, tensors, tensors, _options(async_op=async_op)))
+
+
+def _options(*, async_op: bool) -> Any:
+    """Returns options as those with which torch.distributed's functions call a group."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = async_op
+    return options

@@ -176,7 +176,7 @@ class ProcessGroup(Collectives):
         Returns None if the caller asked to wait; the operation is then done.
         """
         pending = self._core.start(call)
-        if call.options.is_sync:
+        if call.is_sync:
             return None
         devices = []
         if self._core.engine(call.device.type).uses_streams:
@@ -305,11 +305,9 @@ class ProcessGroup(Collectives):
         )
 
     def _get_sequence_number_for_group(self) -> int:
-        """Returns how many collectives this rank has called."""
         return self._core.collective_count()
 
     def _wait_for_pending_works(self) -> None:
-        """Waits until the operations in flight, except receives, have finished, successfully or not."""
         self._core.wait_for_operations()
 
     @property

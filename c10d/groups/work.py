@@ -90,8 +90,7 @@ class GroupWork(TorchWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the output tensors have their values, and returns True. Raises what the operation raised.
 
-        Args:
-            timeout: how long to wait; None, zero or less to wait as long as the operation may take.
+        With a `timeout` of None, zero or less it waits as long as the operation may take.
         """
         if self._pending is not None:
             self._require_own_process()
@@ -159,7 +158,6 @@ class GroupWork(TorchWork):
     _source_rank = source_rank
 
     def _get_op_type(self) -> int:
-        """Returns torch's number for the operation."""
         return int(getattr(OpType, _OP_TYPES.get(self._operation, "UNKNOWN")))
 
     def get_future(self) -> Future[Any]:

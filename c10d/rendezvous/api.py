@@ -150,7 +150,7 @@ def _protects(credentials: Credentials | None, address: StoreAddress) -> bool:
 def _open(
     address: StoreAddress, seconds: float, insecure: bool, credentials: Credentials | None
 ) -> tuple[TorchStore, Callable[[], None]]:
-    """Opens the store at an address. Returns it, and a function that closes it."""
+    """Returns the store at an address, and a function that closes it."""
     if address.path is not None:
         file = FileStore(address.path, address.world_size, timeout=seconds)
         return seal(file, credentials), file.close
@@ -179,7 +179,7 @@ def _cannot_join(address: StoreAddress, error: StoreError, hint: str = "") -> Re
 def _open_launcher_store(
     address: StoreAddress, seconds: float, insecure: bool, credentials: Credentials | None
 ) -> tuple[TorchStore, Callable[[], None]]:
-    """Opens this attempt's part of torchrun's store. Returns it, and a function that closes it."""
+    """Returns this attempt's part of torchrun's store, and a function that closes it."""
     try:
         launcher_store = TorchTCPStore(
             address.host,

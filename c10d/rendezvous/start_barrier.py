@@ -301,15 +301,12 @@ class StartBarrier:
             self._round = int(self._store.compare_set(counter, str(self._round), following))
 
     def _publish(self, outcome: Outcome) -> None:
-        """Ends the round with this outcome, unless it has one."""
         self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
 
     def _outcome(self) -> Outcome:
-        """Waits for the outcome of the round, and returns it."""
         return Outcome.from_json(self._store.get(self._key("outcome")))
 
     def _has_outcome(self, timeout_s: float) -> bool:
-        """Waits at most `timeout_s` seconds for the outcome; returns whether there is one."""
         return wait_for_keys(self._store, [self._key("outcome")], timeout_s)
 
     def _read(self, keys: Sequence[str]) -> list[bytes]:
@@ -317,7 +314,6 @@ class StartBarrier:
         return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
 
     def _key(self, *parts: object, number: int | None = None) -> str:
-        """Returns a key of a round, by default of the current one."""
         return "/".join((self._prefix, str(self._round if number is None else number), *map(str, parts)))
 
     def _seen_keys(self, ranks: Iterable[int]) -> list[str]:
@@ -388,7 +384,6 @@ class StartBarrier:
         return holder
 
     def _registered_rank(self, rank: int) -> Registration | None:
-        """Returns who has registered a rank."""
         # Not by `check` and `get`: the key may be deleted between the two, and `get` would wait for it.
         text = self._store.compare_set(self._rank_key(rank), _NONE, _NONE)
         return None if text == _NONE.encode() else Registration.from_json(text)

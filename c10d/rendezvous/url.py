@@ -195,7 +195,6 @@ class StoreAddress:
         return self
 
     def _combine(self, name: str, in_url: int, given: object) -> int:
-        """Returns the value of the URL or of the argument."""
         if given is None or given == -1:
             return in_url
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
@@ -242,7 +241,6 @@ def parse_url(url: str) -> StoreAddress:
 
 
 def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
-    """Returns rank and world_size from the query."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=8)
     except ValueError as error:
@@ -314,8 +312,7 @@ def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | N
 def _launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns RANK and WORLD_SIZE as far as a launcher says them by other variables, and they are not set.
 
-    mpiexec comes before Slurm, since it starts its processes by srun in a Slurm job. Raises RendezvousError if a
-    launcher says one of them only, or if this is the batch script of a Slurm job of several tasks.
+    mpiexec comes before Slurm, since it starts its processes by srun in a Slurm job.
     """
     if environment.get("RANK"):
         return {}

@@ -268,7 +268,6 @@ class Store(TorchStore):
         self.close()
 
     def _run(self, operation: Operation, seconds: float = 0.0) -> Outcome:
-        """Runs an operation, and raises the error in its outcome, if any."""
         self._check_usable()
         if (size := operation.ByteSize()) > MAX_BYTES:
             raise StoreError(
@@ -323,7 +322,6 @@ def to_seconds(timeout: Timeout) -> float:
 
 
 def _keys(key: str) -> list[str]:
-    """Returns the list of keys of an operation on one key, after checking it."""
     if not isinstance(key, str):
         raise TypeError(f"the key is {key!r}: keys are str")
     if not key.isascii():
@@ -341,7 +339,6 @@ def _key_list(keys: Iterable[str]) -> list[str]:
 
 
 def _values(*values: Value) -> list[bytes]:
-    """Returns the values of an operation, checked and encoded."""
     return [_encode(value) for value in values]
 
 

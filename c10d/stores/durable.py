@@ -162,10 +162,7 @@ class DurableState(KeyValueState):
         return outcome
 
     def confirm(self, operation: Operation, item: bytes) -> None:
-        """Logs that a client has the item that it has popped.
-
-        Raises StoreError if that cannot be logged, or the client has asked again since, and has another item.
-        """
+        """Logs that a client has its popped item. Raises StoreError if it cannot, or the client asks again."""
         if self._pops.get(_key_of(operation)) is not operation:
             raise StoreError("the client has sent this operation again")
         name = operation.keys[0]
@@ -238,7 +235,6 @@ class DurableState(KeyValueState):
         self._rewritten_bytes = made.size
 
     def _operations(self) -> Iterator[Operation]:
-        """Yields the records of a log with an equal state."""
         yield Operation(kind=store_pb2.IDENTIFY, values=[self._identity])
         for name, items in self._popped.items():
             for item in items:
@@ -277,7 +273,6 @@ class DurableState(KeyValueState):
             self._drop(answers, min(answers))
 
     def _discard_acknowledged(self, operation: Operation) -> None:
-        """Forgets the outcomes that a client has."""
         if answers := self._answers.get(operation.client):
             for number in [number for number in answers if number < operation.acknowledged_below]:
                 self._drop(answers, number)
@@ -289,9 +284,9 @@ class DurableState(KeyValueState):
 def _open_log(path: str) -> OperationLog:
     opened = OperationLog(path, STORE_PROCESS)
     try:
-        if not opened.lock.try_acquire(exclusive=True):
+        if not opened.try_lock(exclusive=True):
             raise StoreError(
-                f"the store's file {path!r} is used by another process: {opened.lock.describe_holders()}"
+                f"the store's file {path!r} is used by another process: {opened.describe_lock_holders()}"
             )
     except BaseException:
         opened.close()

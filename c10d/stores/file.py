@@ -108,12 +108,10 @@ class _LockWait:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Waits for nothing yet. Args: seconds: how long the operation may take."""
         self._deadline = time.monotonic() + seconds
         self.end()
 
     def end(self) -> None:
-        """Ends a wait: the file could be locked."""
         self._since = 0.0
         self._pause = _MIN_LOCK_PAUSE_S
 
@@ -124,14 +122,13 @@ class _LockWait:
         if (left := max(self._deadline, self._since + _MIN_LOCK_S) - now) <= 0:
             raise StoreError(
                 f"the store's file {log.path!r} could not be used for {now - self._since:.1f} s: "
-                f"{log.lock.describe_holders()}"
+                f"{log.describe_lock_holders()}"
             )
         time.sleep(min(self._pause, left))
         self._pause = min(2 * self._pause, _MAX_LOCK_PAUSE_S)
 
     def acquire(self, log: OperationLog) -> None:
-        """Waits for the exclusive lock. Raises StoreError as `pause` does."""
-        while not log.lock.try_acquire(exclusive=True):
+        while not log.try_lock(exclusive=True):
             self.pause(log)
         self.end()
 
@@ -153,7 +150,6 @@ class _Replica:
         self.log = self._join(path, seconds)
 
     def add_store(self) -> "_Replica":
-        """Counts one more store that uses this replica, and returns the replica."""
         with self.lock:
             self._store_count += 1
         return self
@@ -181,7 +177,7 @@ class _Replica:
         is_read_only = operation.kind not in _CHANGING
         if (is_read_only or self._state.missing(operation)) and not self.log.has_more():
             return self._state.apply(operation)  # as all have it, or a queue still has no item; it needs no lock
-        if not self.log.lock.try_acquire(exclusive=not is_read_only):
+        if not self.log.try_lock(exclusive=not is_read_only):
             return None
         try:
             if is_read_only:
@@ -189,7 +185,7 @@ class _Replica:
                 return self._state.apply(operation)
             return self._change(self.log, operation)
         finally:
-            self.log.lock.release()
+            self.log.unlock()
 
     def _has(self, keys: Sequence[str]) -> bool:
         return bool(self._state.apply(Operation(kind=store_pb2.CHECK, keys=keys)).number)
@@ -204,7 +200,7 @@ class _Replica:
                 # The last user may have removed the file between opening and locking.
                 if log.is_current():
                     self._change(log, Operation(kind=store_pb2.JOIN))
-                    log.lock.release()
+                    log.unlock()
                     return log
             except BaseException:
                 log.close()
@@ -238,6 +234,5 @@ class _Replica:
             raise
 
     def _start_over(self, log: OperationLog) -> None:
-        """Has the file replayed from its start by the next operation."""
         self._state = KeyValueState()
         log.rewind()

@@ -90,7 +90,7 @@ _open_logs: "weakref.WeakSet[OperationLog]" = weakref.WeakSet()
 class OperationLog:
     """An append-only file of operations, with a lock that excludes other processes and other OperationLogs.
 
-    One thread at a time may use it.
+    One thread at a time may use it. The kernel releases the lock when the process that holds it ends.
     """
 
     def __init__(self, path: str, kind: bytes = FILE_STORE) -> None:
@@ -112,7 +112,6 @@ class OperationLog:
         except BaseException:
             self.close()
             raise
-        self.lock: Final = _FileLock(self._file, path)
         self._end = _START
         """After the last record that has been read or appended."""
         self._before = _START
@@ -133,6 +132,52 @@ class OperationLog:
         """Closes the file."""
         _open_logs.discard(self)
         os.close(self._file)
+
+    def try_lock(self, *, exclusive: bool) -> bool:
+        """Locks the file against writers, and with `exclusive` against readers too. Never waits.
+
+        flock() has no timeout, so whoever waits for the lock tries again and again. It belongs to the open file,
+        so it also excludes other stores of this process; POSIX record locks do not. On NFS the kernel implements
+        it by record locks.
+
+        Returns whether the file is locked now. Raises StoreError if the file system has no locks.
+        """
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise StoreError(
+                f"the store's file {self.path!r} cannot be locked ({error.strerror}): choose a path on a "
+                "file system with locks"
+            ) from error
+        return True
+
+    def unlock(self) -> None:
+        """Unlocks the file."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def describe_lock_holders(self) -> str:
+        """Returns which processes have locked the file, and what can be done about them, for messages."""
+        holders = list(dict.fromkeys(self._lock_holders()))
+        if not holders:
+            return "it is locked, by no process that can be seen from here: look on the other hosts that share it"
+        shown = ", ".join(map(_describe, holders[:_MAX_NAMED])) + ", …" * (len(holders) > _MAX_NAMED)
+        return f"it is locked by {shown}: end what hangs, and continue what is stopped (kill -CONT)"
+
+    def _lock_holders(self) -> Iterator[int]:
+        """Yields the processes that hold the lock, this one included."""
+        with suppress(OSError):  # without /proc, or when another thread has closed the file
+            status = os.fstat(self._file)
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            for line in _LOCKS.read_text().splitlines():
+                fields = line.split()  # "1: FLOCK ADVISORY WRITE 4711 08:02:1234 0 EOF"; "->" is one that waits
+                if len(fields) < 6 or fields[1] not in ("FLOCK", "POSIX", "OFDLCK"):
+                    continue
+                place, _, inode = fields[5].rpartition(":")
+                # Of a file on an overlay, the kernel names a device that stat() does not know.
+                if int(inode) == status.st_ino and (place == device or _has_open(int(fields[4]), status)):
+                    yield int(fields[4])
 
     @property
     def size(self) -> int:
@@ -320,64 +365,7 @@ def _close_inherited() -> None:
 at_fork(in_child=_close_inherited)
 
 
-@final
-class _FileLock:
-    """The lock of an open file. The kernel releases it when the process that holds it ends."""
-
-    def __init__(self, descriptor: int, path: str) -> None:
-        """Locks nothing yet. The caller closes the descriptor."""
-        self._descriptor = descriptor
-        self._path = path
-
-    def try_acquire(self, *, exclusive: bool) -> bool:
-        """Locks the file against writers, and with `exclusive` against readers too. Never waits.
-
-        flock() has no timeout, so whoever waits for the lock tries again and again. It belongs to the open file,
-        so it also excludes other stores of this process; POSIX record locks do not. On NFS the kernel implements
-        it by record locks.
-
-        Returns whether the file is locked now. Raises StoreError if the file system has no locks.
-        """
-        try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise StoreError(
-                f"the store's file {self._path!r} cannot be locked ({error.strerror}): choose a path on a "
-                "file system with locks"
-            ) from error
-        return True
-
-    def release(self) -> None:
-        """Unlocks the file."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-    def describe_holders(self) -> str:
-        """Returns which processes have locked the file, and what can be done about them, for messages."""
-        holders = list(dict.fromkeys(self._holders()))
-        if not holders:
-            return "it is locked, by no process that can be seen from here: look on the other hosts that share it"
-        shown = ", ".join(map(_describe, holders[:_MAX_NAMED])) + ", …" * (len(holders) > _MAX_NAMED)
-        return f"it is locked by {shown}: end what hangs, and continue what is stopped (kill -CONT)"
-
-    def _holders(self) -> Iterator[int]:
-        """Yields the processes that hold the lock, this one included."""
-        with suppress(OSError):  # without /proc, or when another thread has closed the file
-            status = os.fstat(self._descriptor)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            for line in _LOCKS.read_text().splitlines():
-                fields = line.split()  # "1: FLOCK ADVISORY WRITE 4711 08:02:1234 0 EOF"; "->" is one that waits
-                if len(fields) < 6 or fields[1] not in ("FLOCK", "POSIX", "OFDLCK"):
-                    continue
-                place, _, inode = fields[5].rpartition(":")
-                # Of a file on an overlay, the kernel names a device that stat() does not know.
-                if int(inode) == status.st_ino and (place == device or _has_open(int(fields[4]), status)):
-                    yield int(fields[4])
-
-
 def _has_open(process: int, status: os.stat_result) -> bool:
-    """Returns whether a process is known to have a file open."""
     with suppress(OSError):
         for descriptor in os.listdir(f"/proc/{process}/fd"):
             with suppress(OSError):

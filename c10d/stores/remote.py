@@ -76,8 +76,6 @@ class _GoneError(Exception):
 
 @final
 class _Calls:
-    """A channel to a server, and the methods of the server."""
-
     def __init__(self, channel: grpc.Channel) -> None:
         kinds: Any = {
             "request_serializer": Operation.SerializeToString,
@@ -141,7 +139,6 @@ class RemoteServer:
             interval = min(2 * interval, FIND_INTERVALS_S[1])
 
     def _listens(self) -> bool:
-        """Returns whether anybody listens on the port."""
         try:
             socket.create_connection((self._host, self._port), DIAGNOSIS_INTERVAL_S).close()
         except OSError:
@@ -336,7 +333,6 @@ class RemoteServer:
 
 
 def _details(error: grpc.RpcError) -> str:
-    """Returns the status code and the message of a gRPC error."""
     return f"{error.code().name}: {printable(error.details(), MAX_DETAILS)}"
 
 

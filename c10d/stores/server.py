@@ -345,7 +345,6 @@ class StoreServer:
             raise
 
     async def _parse(self, request: Any, context: _Context) -> Operation:
-        """Parses the bytes of a request, or ends the call."""
         if self._encrypts and SHARED_HOST_NAME not in grpc_certified_names(context.auth_context()):
             problem = f"the certificate of the client is not for {SHARED_HOST_NAME}"
             self.audit.deny(LISTENER, problem, peer=_address_of(context))
@@ -358,14 +357,12 @@ class StoreServer:
             raise
 
     def _record_limit(self, limit: str, context: "_Context | None") -> None:
-        """Records that an operation exceeds a limit, if it does."""
         if limit:
             self.audit.limit(LISTENER, limit, peer=_address_of(context) if context is not None else "")
             self._state.exceeded = ""
 
 
 def _address_of(context: _Context) -> str:
-    """Returns where a call comes from."""
     return urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
 
 
@@ -436,7 +433,6 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _bind_errno(address: str, port: int) -> int:
-    """Returns the errno of binding to an address, which gRPC does not report."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -471,7 +467,6 @@ def listen_locally(
 
 
 def _is_taken(port: int) -> bool:
-    """Returns whether a process of this user listens on a port."""
     try:
         return os.geteuid() in users_listening(port)
     except OSError:

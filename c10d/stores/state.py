@@ -283,12 +283,10 @@ def problem_of(operation: Operation) -> str:
 
 
 def _size(key: str) -> int:
-    """Returns the size of a key in bytes."""
     return len(key) if key.isascii() else len(key.encode())
 
 
 def _shown(key: str) -> str:
-    """Returns a key for messages, cut off if it is long."""
     return repr(key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}...")
 
 

@@ -159,7 +159,6 @@ class TCPStore(Store):
 
 
 def _check_arguments(host: str, port: int, world_size: int | None, is_master: bool) -> None:
-    """Raises ValueError if an argument of TCPStore's constructor is not valid."""
     if not host:
         raise ValueError(f"host_name is {host!r}: give the master's host name or address")
     if not (0 if is_master else 1) <= port < 65536:
@@ -250,7 +249,7 @@ class _HostedServer:
             return made
 
     def _check_same(self, host: str, credentials: Credentials | None, limits: StoreLimits | None) -> None:
-        """Raises StoreError if a further user was given another host, other credentials or other limits."""
+        """Raises StoreError if a further user was given something else."""
         where = f"the store that this process hosts on port {self.port}"
         same = "give the same to all that share it"
         if (self._credentials is None) != (credentials is None):
@@ -264,7 +263,6 @@ class _HostedServer:
             raise StoreError(f"{where} has {self._limits}, not {limits}: {same}")
 
     def join(self, seconds: float) -> None:
-        """Counts this user, and waits until `world_size` have joined. Raises StoreError after `seconds`."""
         self.execute(Operation(kind=store_pb2.JOIN), 0)
         if self._world_size is None:
             return
@@ -286,11 +284,9 @@ class _HostedServer:
             ) from None
 
     def audit_counts(self) -> dict[str, dict[str, int]]:
-        """Returns how many events of each kind the server has recorded: see Audit."""
         return self._server.audit.counts()
 
     def close(self) -> None:
-        """Stops the server, unless it has other users in this process."""
         with self._lock:
             self._users -= 1
             if self._users:

@@ -78,7 +78,6 @@ class StoreView(Store):
             self._own_clone.close()
 
     def _execute_below(self, operation: Operation, seconds: float = 0.0) -> Outcome:
-        """Runs an operation in the underlying store."""
         if isinstance(self._store, Store):
             self._store._check_usable()
             return self._store._execute(operation, seconds)
@@ -261,8 +260,6 @@ def _queue_pop(store: Any, operation: Operation, seconds: float, closed: threadi
 
 
 def _without_result(call: Callable[[Any, Operation], None]) -> "_Handler":
-    """Returns a handler that calls a function and returns an empty outcome."""
-
     def run(store: Any, operation: Operation, _seconds: float, _closed: threading.Event) -> Outcome:
         call(store, operation)
         return Outcome()
@@ -271,7 +268,6 @@ def _without_result(call: Callable[[Any, Operation], None]) -> "_Handler":
 
 
 def _missing(store: TorchStore, operation: Operation) -> list[str]:
-    """Returns the keys of an operation that have no value, each once."""
     return [key for key in dict.fromkeys(operation.keys) if not _has_all(store, [key])]
 
 

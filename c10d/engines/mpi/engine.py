@@ -63,12 +63,7 @@ _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND"}
 
 @final
 class MpiEngine(AgreeingEngine):
-    """Connects ranks by MPI, through mpi4py.
-
-    Raises:
-        ProcessGroupError: mpi4py or an MPI library is missing, or the ranks have no MPI world in common.
-        DistStoreError: some rank did not take part within the timeout of the setup.
-    """
+    """Connects ranks by MPI, through mpi4py. Raises ProcessGroupError if that or an MPI library is missing."""
 
     name: ClassVar[str] = "mpi"
 
@@ -331,11 +326,9 @@ class MpiEngine(AgreeingEngine):
     # Buffer specifications of mpi4py, which do not keep tensors alive
 
     def _raw(self, tensor: Tensor) -> list[Any]:
-        """Describes the bytes of a tensor."""
         return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE]
 
     def _parts(self, whole: Tensor, sizes: Sequence[int]) -> list[Any]:
-        """Describes the bytes of a tensor in consecutive parts of these sizes in bytes."""
         buffer, datatype = self._raw(whole)
         return [buffer, sizes, datatype]
 
@@ -352,7 +345,6 @@ class MpiEngine(AgreeingEngine):
         return CombinedOperation([start(piece) for piece in pieces])
 
     def _check_count(self, operation: str, count: int) -> None:
-        """Raises UnsupportedOperationError if a count is too large for one call."""
         if self._is_too_large(count):
             major, minor = self._mpi.Get_version()
             raise UnsupportedOperationError(
@@ -363,7 +355,6 @@ class MpiEngine(AgreeingEngine):
             )
 
     def _check_tag(self, operation: str, tag: int) -> None:
-        """Raises UnsupportedOperationError if MPI does not have a tag."""
         if not 0 <= tag <= self._max_tag:
             raise UnsupportedOperationError(
                 self.name, operation, f"the tag is {tag}, but MPI has only tags from 0 to {self._max_tag}"
@@ -388,8 +379,7 @@ class MpiEngine(AgreeingEngine):
 class _Reducible:
     """A tensor as numbers that MPI can reduce.
 
-    numbers: one of MPI's dtypes; shares the tensor's memory or is a copy.
-    wide: the copy in a wider dtype; None if there is none.
+    numbers: one of MPI's dtypes; shares the tensor's memory, or is `wide`, a copy in a wider dtype.
     is_bool: whether the numbers are bytes that represent bools.
     """
 
@@ -416,7 +406,6 @@ class _Reducible:
         return [buffer, mpi.Datatype.fromcode(f"{kind}{dtype.itemsize}")]
 
     def op(self, mpi: Any, reduction: Reduction) -> Any:
-        """Returns MPI's operator for a reduction of the numbers."""
         return getattr(mpi, (_BOOL_OPS if self.is_bool else _OPS)[reduction.name])
 
     def write_result(self, tensor: Tensor, reduction: Reduction, ranks: int) -> None:
@@ -429,6 +418,5 @@ class _Reducible:
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two contiguous tensors share memory."""
     start, other = first.data_ptr(), second.data_ptr()
     return start < other + second.nbytes and other < start + first.nbytes

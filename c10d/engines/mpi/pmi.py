@@ -64,10 +64,8 @@ class _RefusedError(Exception):
 class PmiServer:
     """Serves the ranks of one MPI world, on a thread that ends with the last connection.
 
-    Args:
-        listener: a listening socket.
-        nodes: for each rank the number of its node; ranks on one node share memory.
-        is_of_user: whether all ranks are processes of this user on this network. Then nobody else is served.
+    `nodes` has for each rank the number of its node; ranks on one node share memory. With `is_of_user`, all ranks
+    are processes of this user on this network, and nobody else is served.
     """
 
     def __init__(self, listener: socket.socket, nodes: Sequence[int], *, is_of_user: bool = False) -> None:
@@ -156,7 +154,7 @@ class PmiServer:
         self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _strangers(self) -> "list[_Client]":
-        """Returns the clients that have said nothing valid yet, in the order in which they have connected."""
+        """Returns the clients that have said nothing valid yet."""
         return [each for each in self._clients if each.rank is None and each not in self._finalizing]
 
     def _seconds_left(self) -> float | None:
@@ -199,7 +197,6 @@ class PmiServer:
             self._deny(client, "its request is malformed")
 
     def _deny(self, client: "_Client", reason: object) -> None:
-        """Records in the audit log why a client is refused, and drops it."""
         worker = f"rank {client.rank}" if client.rank is not None else ""
         self.audit.deny(LISTENER, reason, peer=client.peer, worker=worker)
         self._drop(client)
@@ -228,7 +225,6 @@ class PmiServer:
         return f"cmd=initack rc=0\ncmd=set size={self._size}\ncmd=set rank={client.rank}\ncmd=set debug=0"
 
     def _rank_of(self, fields: Fields) -> int:
-        """Returns the rank whose PMI_ID a client has said. Raises _RefusedError for another number."""
         pmi_id = int(fields["pmiid"])
         if pmi_id not in self.ids:
             raise _RefusedError("its PMI_ID is of no rank")
@@ -274,7 +270,7 @@ def _mapping(nodes: Sequence[int]) -> str:
 
 @final
 class _Client:
-    """A connection to the server, and the rank of its client once that is known."""
+    """A connection to the server. `rank` is that of its client, once it is known."""
 
     def __init__(self, connection: socket.socket, peer: str = "") -> None:
         self.connection = connection
@@ -285,11 +281,7 @@ class _Client:
 
 
 def leave(address: str, pmi_id: int, timeout: float) -> bool:
-    """Tells the server at `address` that a rank is about to leave the world, and waits until all ranks are.
-
-    Returns:
-        Whether all ranks were about to leave within `timeout` seconds.
-    """
+    """Tells the server that a rank leaves the world. Returns whether all ranks do within `timeout` seconds."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout) as connection:

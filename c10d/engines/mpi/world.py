@@ -61,11 +61,7 @@ SCAN_INTERVAL_S = 0.01
 
 
 def load_mpi() -> Any:
-    """Returns the module mpi4py.MPI, without initializing MPI.
-
-    Raises:
-        ProcessGroupError: mpi4py or an MPI library is missing.
-    """
+    """Returns mpi4py.MPI, without initializing MPI. Raises ProcessGroupError without it or an MPI library."""
     try:
         import mpi4py
 
@@ -88,10 +84,8 @@ def under_mpiexec() -> bool:
 class MpiWorld:
     """MPI as this process has initialized it. A process has one world at most, which `join` returns.
 
-    Args:
-        mpi: the module mpi4py.MPI.
-        name: the same in all processes of the world.
-        address: host and port of the PMI server, which knows this process by `pmi_id`; empty with mpiexec.
+    name: the same in all processes of the world.
+    address: host and port of the PMI server, which knows this process by `pmi_id`; empty with mpiexec.
     """
 
     _current: ClassVar["MpiWorld | None"] = None
@@ -116,10 +110,7 @@ class MpiWorld:
     def join(cls, setup: Setup) -> tuple[Self, list[int]]:
         """Returns the world, and for each rank of a group, which all call this together, its rank in the world.
 
-        Raises:
-            ProcessGroupError: the ranks have no world in common and cannot form one, are on several hosts, which
-                not all of them allow, or MPI cannot be used.
-            DistStoreError: some rank did not call this within the timeout of the setup.
+        Raises ProcessGroupError if the ranks have no world in common and cannot form one, or MPI cannot be used.
         """
         with cls._lock:
             mpi = load_mpi()
@@ -159,11 +150,7 @@ class MpiWorld:
 
     @classmethod
     def from_mpiexec(cls) -> Self:
-        """Returns the world of the processes that mpiexec started.
-
-        Raises:
-            ProcessGroupError: mpiexec did not start this process, or MPI has been finalized.
-        """
+        """Returns the world of the processes that mpiexec started. Raises ProcessGroupError in other processes."""
         with cls._lock:
             mpi = load_mpi()
             if mpi.Is_finalized() or not under_mpiexec():
@@ -247,7 +234,6 @@ def _initialize(mpi: Any) -> None:
 
 
 def _for_one_host() -> dict[str, str]:
-    """Returns the variables of `ONE_HOST` that the user has not set."""
     return {name: value for name, value in ONE_HOST.items() if name not in os.environ}
 
 
@@ -271,7 +257,6 @@ def _unlink_shared_memory() -> None:
 
 
 def _library(mpi: Any) -> ctypes.CDLL:
-    """Returns the MPI library that mpi4py uses."""
     return ctypes.CDLL(mpi.__file__)
 
 
@@ -292,7 +277,6 @@ class _PollingPause:
         self._yield_until = self._last_progress + YIELD_TIME_S
 
     def pause(self, test_start: float) -> None:
-        """Pauses after a test that began at `test_start` (time.perf_counter) and found the operation in flight."""
         now = time.perf_counter()
         if now - test_start > DATA_TEST_S:
             self._last_progress = now
@@ -319,7 +303,6 @@ class _MpiProgress:
         self._pause = _PollingPause()
 
     def _poll(self) -> float | None:
-        """Tests the operations that no thread waits for."""
         without_waiter = [each for each in list(self.in_flight.values()) if not each.waiters]
         if not without_waiter:
             return None
@@ -335,10 +318,7 @@ class MpiOperation:
     """An MPI request in flight, a PendingOperation.
 
     Args:
-        engine: that has started it.
         progress: tests it while no thread waits for it.
-        request: the mpi4py Request.
-        name, timeout: of the operation.
         buffers: kept alive as long as MPI may access them.
         finish: runs when the request has succeeded, before the operation is done.
         expected_bytes: size of the message, for receives only.
@@ -448,7 +428,6 @@ class MpiOperation:
             self._progress.abandoned.append((self._request, self._buffers))
 
     def _complete(self) -> None:
-        """Runs `finish`; checks the size of a received message, and notes its source."""
         if self._finish is not None:
             self._finish()
         if self._status is None:

@@ -48,11 +48,10 @@ _MAX_CACHED_VIEWS = 128
 class ShmEngine(Engine):
     """Connects ranks of one user on one host by shared memory.
 
-    Timeouts and dead ranks are noticed up to `doorbells.MAX_SLEEP_S` seconds late.
+    Timeouts and dead ranks are noticed up to `segment.MAX_SLEEP_S` seconds late.
 
     Raises:
-        UnsupportedOperationError: this is not Linux on an x86-64 processor, or there are more than `MAX_RANKS`
-            ranks.
+        UnsupportedOperationError: this is not Linux on x86-64, or there are more than `MAX_RANKS` ranks.
         ProcessGroupError: the ranks are not on one host, or cannot share memory.
         CollectiveTimeoutError: some rank did not take part within the timeout of the setup.
     """
@@ -299,7 +298,6 @@ def _pieces(total: int, max_count: int) -> list[tuple[int, int]]:
 
 
 def _bytes_from(tensor: Tensor, start: int, max_count: int) -> int:
-    """Returns how many bytes the tensor has from byte `start` on, at most `max_count`."""
     return max(0, min(tensor.nbytes - start, max_count))
 
 
@@ -344,14 +342,10 @@ class _SlotExchange:
             self._round_done_by_all = number - 2
 
     def slot_address(self, rank: int) -> int:
-        """Returns the address of a rank's slot in this round."""
         return self._addresses[self._parity][rank]
 
     def slot_views(self, dtype: torch.dtype, start: int, stop: int) -> list[Tensor]:
-        """Returns, for every rank's slot of this round, a view of its elements from `start` to `stop`.
-
-        Views are cached.
-        """
+        """Returns, for every rank's slot of this round, a view of its elements from `start` to `stop`."""
         key = (self._parity, dtype, start, stop)
         views = self._views.get(key)
         if views is None:
@@ -362,27 +356,22 @@ class _SlotExchange:
         return views
 
     def post_filled(self) -> None:
-        """Tells the other ranks that this rank has filled its slots of this round."""
         doorbell = self._layout.filled_doorbell(self._rank)
         at = doorbell * LINE_WORDS + self._parity
         self._words[at + _FINGERPRINT_WORD] = self._fingerprint
         self._doorbells.ring(doorbell, self._round)
 
     def wait_and_check(self, ranks: Sequence[int]) -> None:
-        """Waits until these ranks have filled their slots, and checks that they call the same as this one."""
+        """Waits until these ranks have filled their slots, and checks that they call the same."""
         self.wait_filled(ranks)
         for rank in ranks:
             self.check_fingerprint(rank, self._fingerprint)
 
     def wait_filled(self, ranks: Sequence[int]) -> None:
-        """Waits until these ranks have filled their slots."""
         self._wait_for(self._layout.filled_doorbell(0), ranks, self._round)
 
     def check_fingerprint(self, rank: int, expected: int, theirs: int | None = None) -> None:
-        """Raises CollectiveMismatchError if a rank that has filled its slot has not the expected fingerprint.
-
-        Its fingerprint is `theirs`, or else what it has posted.
-        """
+        """Raises CollectiveMismatchError if a rank's fingerprint, or `theirs`, is not the expected one."""
         if theirs is None:
             at = self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity
             theirs = self._words[at]
@@ -391,15 +380,13 @@ class _SlotExchange:
             raise mismatch(ranks[rank], theirs, ranks[self._rank], self._fingerprint, expected)
 
     def post_reduced(self) -> None:
-        """Tells the other ranks that this rank has reduced its part of the slots."""
         self._doorbells.ring(self._layout.reduced_doorbell(self._rank), self._round)
 
     def wait_reduced(self) -> None:
-        """Waits until all ranks have reduced their parts of the slots."""
         self._wait_for(self._layout.reduced_doorbell(0), self._others, self._round)
 
     def end_round(self) -> None:
-        """Tells the other ranks that this rank does not read the slots of this round any more."""
+        """Tells the other ranks that this rank does not read its slots any more."""
         self._doorbells.ring(self._layout.done_doorbell(self._rank), self._round)
 
     def _wait_for(self, first: int, ranks: Sequence[int], value: int) -> None:

@@ -83,7 +83,6 @@ class _IncomingMessage:
     """A message of which at least the first block has been read from its channel.
 
     received: bytes that have been read from the channel.
-    receive: that it was matched with, if any.
     tensor: where its bytes go, the tensor of its receive or a buffer; None if they are discarded.
     """
 
@@ -277,7 +276,7 @@ class P2PChannels:
             self._complete(message, caller)
 
     def _start_message(self, source: int, tag: int, size: int) -> _IncomingMessage:
-        """Matches a message, whose first block has arrived, with a posted receive, or buffers it as unexpected."""
+        """Matches a message with a posted receive, or buffers it as unexpected."""
         message = _IncomingMessage(source, tag, size)
         for receive in self._posted:
             if receive.sender < 0 and receive.tag == tag and receive.from_rank in {None, source}:
@@ -289,7 +288,6 @@ class P2PChannels:
         return message
 
     def _match_unexpected(self, receive: PendingReceive) -> None:
-        """Matches a new receive with the first unexpected message that it accepts, if there is one."""
         for message in self._unexpected:
             if message.tag == receive.tag and receive.from_rank in {None, message.source}:
                 self._unexpected.remove(message)
@@ -317,7 +315,6 @@ class P2PChannels:
         self._finish(receive, error)
 
     def _complete(self, message: _IncomingMessage, caller: PendingReceive) -> None:
-        """Finishes the receive of a message whose last block has been read."""
         receive = message.receive
         if receive is None:
             return

@@ -30,11 +30,9 @@ _LEFT, _LEFT_AFTER_LOSS = 1, 2
 class RankProcess:
     """Identity of a rank's process.
 
-    hostname: name of the host.
     boot_id: content of the `BOOT_ID` file, which identifies the host.
-    pid_namespace: namespace that `pid` is from.
-    pid: process id.
-    start_ticks: when the process started, in clock ticks of the kernel; tells it from later processes with its id.
+    start_ticks: when the process started, in clock ticks of the kernel; tells it from later processes with its
+        pid.
     """
 
     hostname: str
@@ -75,9 +73,7 @@ def _start_ticks(pid: int) -> str | None:
 def exchange_processes(setup: Setup) -> list[RankProcess]:
     """Returns the processes of all ranks, which call this together.
 
-    Raises:
-        ProcessGroupError: the ranks are not on one host, or not in one PID namespace; raised on all ranks.
-        CollectiveTimeoutError: some ranks did not call this within the timeout of the setup.
+    Raises ProcessGroupError, on all ranks, if they are not on one host, or not in one PID namespace.
     """
     texts = setup.exchange("process", json.dumps(dataclasses.asdict(RankProcess.current())))
     processes = [RankProcess(**json.loads(text)) for text in texts]

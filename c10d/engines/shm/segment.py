@@ -206,7 +206,6 @@ class Doorbells:
             self._wake(doorbell)
 
     def _sleep(self, doorbell: int, seen: int) -> None:
-        """Sleeps while the counter is `seen`, for at most `MAX_SLEEP_S` seconds."""
         thread = _thread.get_ident()
         self._sleeping[thread] = doorbell
         self.words[doorbell * LINE_WORDS + 1] = 1
@@ -291,7 +290,6 @@ class Layout:
 
 
 def _page_aligned(offset: int) -> int:
-    """Rounds up to the start of a page."""
     return -(-offset // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -299,11 +297,8 @@ def _page_aligned(offset: int) -> int:
 class Segment:
     """Shared memory of all ranks of a group, which create it together; all zero at first.
 
-    Only pages that are written to use memory.
-
-    Raises:
-        ProcessGroupError: some rank cannot map the memory; raised on all ranks.
-        CollectiveTimeoutError: some rank did not take part within the timeout of the setup.
+    Only pages that are written to use memory. Raises ProcessGroupError, on all ranks, if one cannot map the
+    memory.
     """
 
     def __init__(self, setup: Setup, pid: int) -> None:

@@ -186,7 +186,7 @@ def test_a_change_of_a_newer_version_is_refused(tmp_path, kind):
     path = tmp_path / "log"
     KINDS[kind](str(path)).close()
     newer = OperationLog(str(path), {"file": FILE_STORE, "process": STORE_PROCESS}[kind])
-    assert newer.lock.try_acquire(exclusive=True)
+    assert newer.try_lock(exclusive=True)
     assert len(list(newer.read())) > 0
     newer.append(Operation(kind=99))
     newer.close()
