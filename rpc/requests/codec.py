@@ -30,9 +30,9 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..peers.control import ControlStreams
 from ..peers.peer import INLINE, Peer
-from ..policy.plain_pickle import RestrictedReader
 from ..wire.failures import decode_failure, encode_failure
 from ..wire.pickling import Packed, Packer, PickleReader, dumps
+from ..wire.plain_pickle import RestrictedReader
 from ..wire.small_tensors import decode_inline, encode_inline
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
 

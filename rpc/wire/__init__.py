@@ -1,1 +1,1 @@
-"""The encoding of messages: pickled values, tensors, errors and device maps."""
+"""Messages as bytes: values, tensors and errors, and what a worker accepts of those that others send."""

@@ -15,7 +15,7 @@ from gradwire.rpc.wire import pickling
 
 from tests.autograd.test_ends_of_passes import one_more, relay
 from tests.remote_functions import assert_clean, multiply, wait_until
-from tests.rpc.policy.policy_functions import Attack
+from tests.rpc.wire.policy_functions import Attack
 
 TIMEOUT = 30.0
 """Seconds that gates would wait for the gradients."""
@@ -70,7 +70,7 @@ def test_refused_gradients_fail_the_pass_at_its_caller(workers, folder, make_los
     assert (error.worker, error.caller, error.name) == (
         refusing,
         "worker2",
-        "tests.rpc.policy.policy_functions.attack_others",
+        "tests.rpc.wire.policy_functions.attack_others",
     )
     workers.each(started, assert_clean)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.net.security import Audit
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from tests.compat.test_names import on_torch_names, torch_workers  # noqa: F401 - a fixture

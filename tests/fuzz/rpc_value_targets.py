@@ -16,8 +16,8 @@ from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import Member, RosterVersion
 from gradwire.rpc.membership.roster import RosterError, RosterLog
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.pickling import Packer
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from hypothesis import strategies as st
 
 from tests.fuzz.exposed import CodedError, Color, FrozenPoint, Pair, Point, count_to, echo, unexposed

@@ -13,12 +13,12 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import MAX_REASON, WorkerEnd, WorkerInfo
 from gradwire.rpc.membership.evictions import MAX_REQUEST_BYTES, parse_question
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.profiling.sessions import events_from_tensor, events_to_tensor, merge_events, relabel
 from gradwire.rpc.transports.grpc_endpoint import RefusedError
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.parsing import SMALL_BYTES, parse_envelope, parse_frame
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.tensor_memory import MAX_GAP_FACTOR
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import strategies as st

@@ -15,7 +15,7 @@ from gradwire.rref.owner_table import GlobalId
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
-from tests.rpc.policy import policy_functions as functions
+from tests.rpc.wire import policy_functions as functions
 
 CALLS = 600
 """More than the threads that a worker may have while they wait."""

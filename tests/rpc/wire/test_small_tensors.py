@@ -8,8 +8,8 @@ import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.net.security import Audit
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.pickling import Packer, unpickle
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.small_tensors import MAX_SMALL_BYTES, MAX_TINY_BYTES, pickle_small, small_tensor
 from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS, PLAIN_DTYPES
 from hypothesis import given

@@ -18,8 +18,8 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.wire import pickling
 
 from tests.remote_functions import kept, wait_until
-from tests.rpc.policy import policy_functions as functions
-from tests.rpc.policy.policy_functions import Attack, AttackingError, echo
+from tests.rpc.wire import policy_functions as functions
+from tests.rpc.wire.policy_functions import Attack, AttackingError, echo
 
 ONE_WAY = {MessageType.STREAM_CREDIT, MessageType.STREAM_ITEM, MessageType.GRADIENTS}
 
@@ -56,7 +56,7 @@ def send_attacks(folder: str) -> list[str]:
             ) as caught:
                 agent.request(to, Request(kind, value)).wait()
             assert (caught.value.worker, caught.value.caller) == ("worker1", "worker0")
-            assert caught.value.name in ("tests.rpc.policy.policy_functions.attack_others",)
+            assert caught.value.name in ("tests.rpc.wire.policy_functions.attack_others",)
         names.append(MessageType.Name(kind))
     for value in (Attack(folder), [Attack(folder)], {"key": Attack(folder)}):
         told: list[Exception | None] = []
@@ -250,7 +250,7 @@ def test_the_sender_learns_what_to_do(attacked):
     attacker, _ = attacked
     with pytest.raises(PolicyError) as caught:
         attacker.run(rpc.rpc_sync, "worker1", functions.unlisted, (1,))
-    name = "tests.rpc.policy.policy_functions.unlisted"
+    name = "tests.rpc.wire.policy_functions.unlisted"
     assert caught.value.name == name
     assert str(caught.value) == (
         f"worker 'worker1' refuses a message of worker 'worker0': it names '{name}', which is not exposed: "

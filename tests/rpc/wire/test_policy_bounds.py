@@ -19,12 +19,12 @@ from gradwire import rpc
 from gradwire.errors import PolicyError
 from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.tensor_memory import DTYPE_NUMBERS
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from gradwire.rref.rref import call_method
 
-from tests.rpc.policy import policy_functions as functions
+from tests.rpc.wire import policy_functions as functions
 
 ME, PEER = rpc.WorkerInfo("me", 0), rpc.WorkerInfo("peer", 1)
 KIB, MIB = 1 << 10, 1 << 20
@@ -138,7 +138,7 @@ REPEATED = {
     + b"h\x01)Rh\x00b" * 40,
     "arguments are hashed": doubled(9)
     + b"\x94"
-    + named("tests.rpc.policy.policy_functions", "Names")
+    + named("tests.rpc.wire.policy_functions", "Names")
     + b"\x94"
     + b"h\x0ah\x09\x85R" * 20,
     "errors are formatted": named("builtins", "ValueError") + b"\x94(" + b"h\x00)R" * 20 + b"t",

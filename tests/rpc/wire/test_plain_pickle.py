@@ -16,14 +16,14 @@ from gradwire.errors import LossCause, PolicyError, SerializationError, StoreTim
 from gradwire.net.security import Audit
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.policy.plain_pickle import RestrictedReader
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.pickling import Packer
+from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rpc.policy import policy_functions as functions
-from tests.rpc.policy.policy_functions import Attack, Color, Counter, FrozenPoint, Names, Pair, Point, echo
+from tests.rpc.wire import policy_functions as functions
+from tests.rpc.wire.policy_functions import Attack, Color, Counter, FrozenPoint, Names, Pair, Point, echo
 
 ME, PEER = rpc.WorkerInfo("me", 0), rpc.WorkerInfo("peer", 1)
 MODULE = functions.__name__

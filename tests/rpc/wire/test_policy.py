@@ -9,10 +9,10 @@ from gradwire.errors import PolicyError, RemoteError, RemoteUnpicklableError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, clip_grad_norm_
 
-from tests.rpc.policy import policy_functions as functions
-from tests.rpc.policy.policy_functions import Counter, Point, echo
+from tests.rpc.wire import policy_functions as functions
+from tests.rpc.wire.policy_functions import Counter, Point, echo
 
-LISTED = ("torch.add", "torch.optim.sgd.SGD", "tests.rpc.policy.policy_functions.l*")
+LISTED = ("torch.add", "torch.optim.sgd.SGD", "tests.rpc.wire.policy_functions.l*")
 
 
 @pytest.fixture(params=["exposed", "plain"])

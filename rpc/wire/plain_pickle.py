@@ -26,8 +26,7 @@ from ...net.security import Audit
 from ..contracts.messages import Buffer, Incoming
 from ..contracts.policy import Policy
 from ..contracts.worker import WorkerInfo
-from ..wire.failures import explain_missing
-from ..wire.pickling import unpickle
+from .failures import explain_missing
 from .message_names import (
     GETATTR,
     MALFORMED,
@@ -38,6 +37,7 @@ from .message_names import (
     is_method_exposed,
     show,
 )
+from .pickling import unpickle
 
 __all__ = ["RestrictedReader"]
 

@@ -24,9 +24,9 @@ from ...errors import rebuild_exception
 from ...proto.v1 import agent_pb2
 from ..contracts.options import BY_VALUE
 from ..contracts.policy import Exposure, MethodGuard, Policy, exposure_of
-from ..wire import pickling, small_tensors
-from ..wire.pickling import as_parameter
-from ..wire.tensor_memory import MAX_DIMENSIONS
+from . import pickling, small_tensors
+from .pickling import as_parameter
+from .tensor_memory import MAX_DIMENSIONS
 
 __all__ = [
     "GETATTR",
