@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from ...c10d.stores.views import PrefixStore
-from ...errors import NotInitializedError, WorkerSuspectError
+from ...errors import NotInitializedError, UnknownWorkerError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast import BroadcastDependencies
 from ..channels.payloads import PayloadReader
@@ -36,7 +36,7 @@ from ..membership.roster import RosterLog
 from ..peers.control import ControlStreams
 from ..peers.flow_control import MIN_ANSWER_BYTES, Backlogs, FlowControl
 from ..peers.link import FailureLog
-from ..peers.peer import Pause, Peer, sum_up
+from ..peers.peer import Pause, Peer
 from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
 from ..requests.codec import CONFIRMED, Codec, Extensions, Values
@@ -86,6 +86,7 @@ class AgentFactories:
 class GrpcAgent(RpcAgent):
     """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
 
+    control: ControlStreams
     worker_events: WorkerEvents
 
     def __init__(
@@ -125,10 +126,10 @@ class GrpcAgent(RpcAgent):
         packer = Packer(options.pickler)
         values = self._values = Values(info, options, packer, self._network.audit)
         scheduler = factories.scheduler(f"gradwire-control-{info.name}", lambda: holder.bind_thread(self))
-        self.control = self._control = factories.control(peers.by_id, values, scheduler)
+        self.control = factories.control(peers.by_id, values, scheduler)
         self._extensions = Extensions(packer)
         self._codec = Codec(
-            options, values, self._extensions, self._control, self._network.channels.devices.staging
+            options, values, self._extensions, self.control, self._network.channels.devices.staging
         )
         self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
         self._calls, self._flow_control = CallCounter(self._served.running), FlowControl(options.flow_control)
@@ -142,15 +143,15 @@ class GrpcAgent(RpcAgent):
         self._server = Server(parts, self._codec, self._served, backlogs)
         self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(self._all_gather_service.handlers())
-        self._control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
-        self._control.on(CANCELLED, self._server.on_cancelled, is_quick=True)
-        self._dispatcher = _Dispatcher(self._caller, self._server, self._control, self._extensions, self._executor)
+        self.control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
+        self.control.on(CANCELLED, self._server.on_cancelled, is_quick=True)
+        self._dispatcher = _Dispatcher(self._caller, self._server, self.control, self._extensions, self._executor)
         self._watchers: list[WorkerWatcher] = [
             self._server,  # first: nothing of a lost worker begins after the program has been told
             self.worker_events,
             self._failures,
             self._caller,
-            self._control,
+            self.control,
             self._all_gather_service,
         ]
         """Are told what becomes of other workers, in this order; extensions follow."""
@@ -177,7 +178,7 @@ class GrpcAgent(RpcAgent):
         values. The agent closes it.
         """
         self._group_store = store
-        self._network.open(members, self._control)
+        self._network.open(members, self.control)
         self.worker_events.open([member.info for member in members])
         if store is not None:
             first = [member for member in members if member.info.wire_id == member.info.id]
@@ -214,7 +215,9 @@ class GrpcAgent(RpcAgent):
     def incarnation(self, wire_id: int) -> WorkerInfo:
         """Returns the worker, current or former, with this wire id."""
         peer = self.peers.by_id.get(wire_id)
-        return peer.info if peer is not None else self.peers.incarnation(wire_id)
+        if peer is None:
+            raise UnknownWorkerError(wire_id, [each.name for each in self.workers()])
+        return peer.info
 
     def is_member(self, worker: int) -> bool:
         """Returns whether a worker with this wire id is in the group, or has been."""
@@ -347,7 +350,7 @@ class GrpcAgent(RpcAgent):
 
     def traffic(self) -> Mapping[str, int]:
         """Returns the messages and bytes that this worker has sent and received."""
-        return sum_up(peer.traffic for peer in self.peers.all() if peer.is_used)
+        return self.peers.traffic()
 
     def debug_info(self) -> Mapping[str, Any]:
         """Returns counts of live objects and of what has been sent (bytes of bodies and tensors)."""
@@ -433,7 +436,7 @@ class GrpcAgent(RpcAgent):
         self._extensions.close()
         self._all_gather_service.close()
         self._network.disconnect(end)
-        self._control.close()
+        self.control.close()
         self._caller.stop_deadlines()
         self._served.close()
         self._caller.fail_all(self._closed_error())

@@ -198,7 +198,7 @@ class Network:
         # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
         peers = self.peers.all()
         told = [] if end.orderly else [peer for peer in peers if peer.absence is None][:FAREWELL_DIALS]
-        await asyncio.gather(*(peer.close(DRAIN_SECONDS, end, dial=peer in told) for peer in peers))
+        await asyncio.gather(*(peer.transport.close(DRAIN_SECONDS, end, dial=peer in told) for peer in peers))
         await self._sockets.close()
         await self.channels.close()
         self._pulse.close()

@@ -104,7 +104,9 @@ def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:
     if options.find_listening().host is not None:
         return None
     try:
-        return _open_directory()
+        directory = SocketDirectory.of_this_user()
+        directory.sweep()
+        return directory
     except UnsafePathError as error:
         if _may_use_tcp(options):
             return None
@@ -220,12 +222,6 @@ def presence_of(member: Member, where: ListenAddress, seconds: float = PROBE_TIM
     except OSError:
         return Presence.SILENT
     return Presence.ALIVE
-
-
-def _open_directory() -> SocketDirectory:
-    directory = SocketDirectory.of_this_user()
-    directory.sweep()
-    return directory
 
 
 def _may_use_tcp(options: RpcBackendOptions) -> bool:

@@ -138,14 +138,10 @@ class RosterFollower:
         let_in: Callable[[], None],
         executor: Executor,
     ) -> None:
-        """Changes nothing yet.
+        """Changes nothing yet. The threads of the executor wait for the store, for `learn` one at a time.
 
-        Args:
-            roster: the log.
-            peers: those that are known here.
-            add: adds a member that is unknown here.
-            let_in: has this worker say in its hellos how far it knows the log, and accept the members.
-            executor: its threads wait for the store, for `learn` one at a time.
+        `add` adds a member that is unknown here. `let_in` has this worker say in its hellos how far it knows the
+        log, and accept the members.
         """
         self.roster = roster
         self._peers = peers
@@ -264,10 +260,7 @@ def ask_before_joining(
     worker: WorkerInfo,
     others: Iterable[Member],
 ) -> Verdict:
-    """Asks members about another one on behalf of a worker that is none yet, and waits for what they say together.
-
-    The name, options and address (`where`) are those of the worker that wants to join.
-    """
+    """Asks members about another one, on behalf of a worker of this name that is none yet, and waits for that."""
     events = acquire_event_loop()
     try:
         endpoint = GrpcEndpoint(name, options.find_credentials(), options.liveness)
@@ -297,13 +290,7 @@ async def _ask_one(endpoint: GrpcEndpoint, request: bytes, member: Member) -> Vo
 class Vouching:
     """Answers the questions of other workers, and asks them. Used on the event loop only."""
 
-    def __init__(
-        self,
-        group: str,
-        endpoint: GrpcEndpoint,
-        peers: Peers,
-        executor: Executor,
-    ) -> None:
+    def __init__(self, group: str, endpoint: GrpcEndpoint, peers: Peers, executor: Executor) -> None:
         """Has been asked nothing yet. The endpoint knows who asks; threads of the executor wait for members."""
         self.where: ListenAddress | None = None
         """At which this worker listens."""
@@ -356,10 +343,6 @@ def tell_of_change(control: ControlMessages, workers: Iterable[WorkerInfo]) -> N
     """Tells workers that the log of the group has changed, which they then read."""
     for worker in workers:
         control.send(worker, ROSTER_CHANGED, None)
-
-
-class _UndecidedError(Exception):
-    """Too few members could be asked about one that is silent."""
 
 
 @final
@@ -465,11 +448,11 @@ class Evictions:
             tell_of_change(self._control, self._peers.connected())
 
     def _is_agreed(self, peer: WorkerInfo) -> bool:
-        """Returns whether no other member vouches for one. Raises _UndecidedError if too few can be asked."""
+        """Returns whether no other member vouches for one. Raises RuntimeError if too few can be asked."""
         others = [member for member in self._roster.members() if member.info not in (peer, self._peers.me)]
         verdict = asyncio.run_coroutine_threadsafe(self._ask(peer, others), self._loop).result()
         if verdict is Verdict.UNDECIDED:
-            raise _UndecidedError(f"too few members could be asked whether {peer.name!r} lives")
+            raise RuntimeError(f"too few members could be asked whether {peer.name!r} lives")
         if verdict is Verdict.STAYS:
             log.warning(
                 "worker %s stays in the group: it is out of reach from here, but not for others", peer.name

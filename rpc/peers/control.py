@@ -325,9 +325,7 @@ class ControlStreams(WorkerWatcher):
         The scheduler runs tasks on the control thread. Unless `takes_along`, messages do not travel in the
         envelopes of others.
         """
-        self._peers = peers
-        self._values = values
-        self._scheduler = scheduler
+        self._peers, self._values, self._scheduler = peers, values, scheduler
         self._takes_along = takes_along
         self._handlers: dict[str, ControlHandler] = {}
         """By kind of message."""

@@ -22,6 +22,7 @@ from ..contracts.agent import RpcAgent
 from ..contracts.options import Liveness
 from ..contracts.worker import PROCESS_ENDED, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.executor import Executor
+from ..transports.base import Transport
 from ..transports.liveness import Reach, probe, probe_now
 
 __all__ = ["Absence", "Addresses", "Evictor", "FailureLog", "Link", "LinkOwner", "LinkState", "Links"]
@@ -98,12 +99,10 @@ class LinkOwner(Protocol):
     """Has the connection that a link stands for. Its methods are called on the event loop."""
 
     info: WorkerInfo
+    transport: Transport
 
     def renew_transport(self) -> None:
         """Replaces the transport, which has ended, by one that does not connect by itself."""
-
-    def connect_again(self) -> None:
-        """Has the transport connect; `Link.on_opened` or `Link.on_broken` follows, if anything."""
 
     def break_off(self, reason: str) -> None:
         """Ends an attempt to connect."""
@@ -442,7 +441,7 @@ class Link:
     async def _try_to_connect(self, seconds: float) -> None:
         """Attempts to connect in some time. Success ends the task that waits here."""
         attempt = self._attempt = self._loop.create_future()
-        self._owner.connect_again()
+        self._owner.transport.connect()
         await asyncio.wait((attempt,), timeout=seconds)
         if not attempt.done():
             self._owner.break_off("it does not answer")

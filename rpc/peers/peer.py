@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
@@ -49,7 +49,6 @@ __all__ = [
     "ReceivedQueue",
     "Traffic",
     "check_size",
-    "sum_up",
 ]
 
 INLINE = "inline"
@@ -436,15 +435,6 @@ class Peer:
         else:
             messages.on_message(self, envelope, arrived, nbytes, announced=True)
 
-    def new_segments(self) -> PeerSegments:
-        """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""
-        return self.channels.shared_memory.connect()
-
-    def on_frame(self, frame: agent_pb2.Frame) -> None:
-        """Handles what a frame tells of its channels. Called on the event loop."""
-        if frame.HasField("bulk_request") or frame.HasField("bulk_offer") or frame.HasField("devices"):
-            self.channels.on_frame(frame)
-
     def _on_collected(self, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting) -> None:
         messages = self._parts.messages
         error = None if done.cancelled() else done.exception()
@@ -454,6 +444,15 @@ class Peer:
             messages.on_dropped(self, envelope)  # it is lost, which fails what waits for this message
         else:
             messages.on_message(self, envelope, done.result(), nbytes, announced=True)
+
+    def new_segments(self) -> PeerSegments:
+        """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""
+        return self.channels.shared_memory.connect()
+
+    def on_frame(self, frame: agent_pb2.Frame) -> None:
+        """Handles what a frame tells of its channels. Called on the event loop."""
+        if frame.HasField("bulk_request") or frame.HasField("bulk_offer") or frame.HasField("devices"):
+            self.channels.on_frame(frame)
 
     # What its connection does: reported by the transport to the link, on the event loop.
 
@@ -472,18 +471,13 @@ class Peer:
         if self.link is not None:
             self.link.on_closed(end, unsent)
 
-    # What the link asks of its connection.
+    # What the link and the channels ask of its connection.
 
     def renew_transport(self) -> None:
         """Replaces the transport, which has ended, by one that does not connect by itself."""
         if self.stream is not None:
             self.stream = self.stream.renewed()
             self.transport = self._parts.wrap(self.stream, self.info)
-
-    def connect_again(self) -> None:
-        """Has the transport connect."""
-        if self.stream is not None:
-            self.stream.connect()
 
     def break_off(self, reason: str) -> None:
         """Ends the connection, after which there may be another one."""
@@ -505,10 +499,6 @@ class Peer:
         self._is_closing = True
         if self.link is not None:
             self.link.close()
-
-    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
-        """Says goodbye: see `Transport.close`."""
-        await self.transport.close(drain, end, dial=dial)
 
     # What becomes of it: on the event loop.
 
@@ -591,10 +581,3 @@ def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
         "the message",
         f"its envelope has {problem}: too many tensors or references; stack small tensors into large ones",
     )
-
-
-def sum_up(traffic: Iterable[Traffic]) -> dict[str, int]:
-    """Returns the sums of counts, by name."""
-    names = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
-    sums = map(sum, zip((0, 0, 0, 0), *(each.counts() for each in traffic), strict=True))
-    return dict(zip(names, sums, strict=True))

@@ -58,13 +58,6 @@ class Peers:
             )
         return found
 
-    def incarnation(self, wire_id: int) -> WorkerInfo:
-        """Returns the worker, current or former, with this wire id. Raises UnknownWorkerError without one."""
-        peer = self.by_id.get(wire_id)
-        if peer is None:
-            raise UnknownWorkerError(wire_id, [each.info.name for each in self.current()])
-        return peer.info
-
     def all(self) -> list[Peer]:
         """Returns all peers, by id."""
         peers = self.by_id.copy()
@@ -86,6 +79,12 @@ class Peers:
         """Reports nothing that becomes of them any more. Called on the event loop."""
         for peer in self.all():
             peer.begin_to_close()
+
+    def traffic(self) -> dict[str, int]:
+        """Returns the sums of what has gone between this worker and its peers."""
+        names = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+        counts = [peer.traffic.counts() for peer in self.all() if peer.is_used]
+        return dict(zip(names, map(sum, zip((0, 0, 0, 0), *counts, strict=True)), strict=True))
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the state of each link by the worker's name: see `Link.describe`."""

@@ -96,7 +96,7 @@ class Greeting:
         self._deadline = self._loop.time() + seconds
         self.answer: asyncio.Future[None] = self._loop.create_future()
         worker.greetings[peer.wire_id] = self
-        worker.peers.of(peer).connect_again()
+        worker.peers.of(peer).transport.connect()
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         left = max(0.0, self._deadline - self._loop.time())
