@@ -391,7 +391,7 @@ class RpcBackendOptions:
     devices: Sequence[Device] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _CHECKS[name](value) if name in _CHECKS else value)
+        object.__setattr__(self, name, _CHECKS[name](name, value) if name in _CHECKS else value)
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Adds to the device map for calls to a worker.
@@ -428,78 +428,9 @@ class RpcBackendOptions:
         self.devices = devices
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_flags(options: object, *flags: str) -> None:
-    """Checks that options are True or False. Raises TypeError."""
-    for name in flags:
-        if not isinstance(value := getattr(options, name), bool):
-            raise TypeError(f"{name} is {value!r}: give True or False")
-
-
 def check_rpc_timeout(value: Any) -> float:
     """Returns a default timeout of calls in seconds. Raises ValueError if it is not one."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
-    return float(value)
-
-
-def _check_init_timeout(value: Any) -> Any:
-    if not 0 < value < math.inf:
-        raise ValueError(f"init_timeout is {value!r}: give seconds, more than 0")
-    return value
-
-
-def _check_busy_poll(value: Any) -> float:
-    if not _is_number(value) or not 0 <= value <= MAX_BUSY_POLL:
-        raise ValueError(f"busy_poll is {value!r}: give seconds, from 0 for never to {MAX_BUSY_POLL}")
-    return float(value)
-
-
-def _check_host(name: str, kind: str) -> Callable[[Any], Any]:
-    """Returns a check of the option of this name, a host of this kind."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not (isinstance(value, str) and value):
-            raise ValueError(f"{name} is {value!r}: give {kind}, or None")
-        return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
-
-    return check
-
-
-def _check_insecure(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise TypeError(f"insecure is {value!r}: give True or False")
-    return value
-
-
-def _check_credentials(value: Any) -> Any:
-    if value is not None and not isinstance(value, Credentials):
-        raise TypeError(
-            f"credentials is of type {type(value).__name__}: give a gradwire.c10d.Credentials, or None"
-        )
-    return value
-
-
-def _check_transports(value: Any) -> Any:
-    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
-    if names is None or "grpc" not in names or not set(names) <= set(TRANSPORTS):
-        raise ValueError(f"transports is {value!r}: give some of {TRANSPORTS}, and 'grpc' in any case")
-    return names
-
-
-def _check_pickler(value: Any) -> str:
-    """Returns the name of a pickler. Raises ValueError if there is none, RpcError if it is not installed."""
-    if value not in PICKLERS:
-        raise ValueError(f"pickler is {value!r}: give one of {PICKLERS}")
-    if value == BY_VALUE:
-        try:
-            import_module(BY_VALUE)
-        except ImportError as error:
-            raise RpcError(f"pickler={value!r} needs cloudpickle: pip install cloudpickle ({error})") from error
-    return str(value)
+    return _check_rpc_timeout("rpc_timeout", value)
 
 
 def otel_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
@@ -510,50 +441,118 @@ def otel_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
     return text == "1"
 
 
-def _check_otel(value: Any) -> Any:
-    """Returns the value of the option. Raises TypeError if it is none."""
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_flags(options: object, *flags: str) -> None:
+    for name in flags:
+        _check_flag(name, getattr(options, name))
+
+
+# Checks of one option by its name. They return its value as it is kept, or raise ValueError or TypeError.
+
+
+def _check_flag(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: give True or False")
+    return value
+
+
+def _check_kind(name: str, value: Any) -> Any:
+    if not isinstance(value, _KINDS[name]):
+        raise TypeError(f"{name} is {value!r}: give a {_KINDS[name].__name__}")
+    return value
+
+
+def _check_rpc_timeout(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}: give seconds, or 0 for no timeout")
+    return float(value)
+
+
+def _check_init_timeout(name: str, value: Any) -> Any:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
+    return value
+
+
+def _check_busy_poll(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0 <= value <= MAX_BUSY_POLL:
+        raise ValueError(f"{name} is {value!r}: give seconds, from 0 for never to {MAX_BUSY_POLL}")
+    return float(value)
+
+
+def _check_host(name: str, value: Any) -> Any:
+    if value is not None and not (isinstance(value, str) and value):
+        of_this = " of this machine" if name == "host" else ""
+        raise ValueError(f"{name} is {value!r}: give a name or address{of_this}, or None")
+    return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
+
+
+def _check_credentials(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, Credentials):
+        raise TypeError(f"{name} is of type {type(value).__name__}: give a gradwire.c10d.Credentials, or None")
+    return value
+
+
+def _check_transports(name: str, value: Any) -> Any:
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if names is None or "grpc" not in names or not set(names) <= set(TRANSPORTS):
+        raise ValueError(f"{name} is {value!r}: give some of {TRANSPORTS}, and 'grpc' in any case")
+    return names
+
+
+def _check_pickler(name: str, value: Any) -> str:
+    """Raises RpcError if the pickler is not installed."""
+    if value not in PICKLERS:
+        raise ValueError(f"{name} is {value!r}: give one of {PICKLERS}")
+    if value == BY_VALUE:
+        try:
+            import_module(BY_VALUE)
+        except ImportError as error:
+            raise RpcError(f"{name}={value!r} needs cloudpickle: pip install cloudpickle ({error})") from error
+    return str(value)
+
+
+def _check_otel(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"otel is {value!r}: give True or False, or None for what {OTEL_VARIABLE} says")
+        raise TypeError(f"{name} is {value!r}: give True or False, or None for what {OTEL_VARIABLE} says")
     return value
 
 
-def _check_threads(value: Any) -> Any:
+def _check_threads(name: str, value: Any) -> Any:
     if value < 1:
-        raise ValueError(f"num_worker_threads is {value!r}: at least 1 is needed")
+        raise ValueError(f"{name} is {value!r}: at least 1 is needed")
     return value
 
 
-def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
-    """Returns a check that the option of this name is an instance of `kind`."""
+_KINDS = {
+    "channels": ChannelOptions,
+    "cuda": CudaOptions,
+    "broadcasts": BroadcastOptions,
+    "flow_control": FlowControlOptions,
+    "liveness": Liveness,
+    "policy": Policy,
+    "view": View,
+}
+"""The options that are instances of a class."""
 
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r}: give a {kind.__name__}")
-        return value
-
-    return check
-
-
-_CHECKS = {
-    "rpc_timeout": check_rpc_timeout,
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_KINDS, _check_kind),
+    "rpc_timeout": _check_rpc_timeout,
     "init_timeout": _check_init_timeout,
-    "host": _check_host("host", "a name or address of this machine"),
-    "advertised_host": _check_host("advertised_host", "a name or address"),
-    "ports": lambda value: value if value is None else parse_ports(value, "ports"),
-    "insecure": _check_insecure,
+    "host": _check_host,
+    "advertised_host": _check_host,
+    "ports": lambda name, value: value if value is None else parse_ports(value, name),
+    "insecure": _check_flag,
     "credentials": _check_credentials,
     "num_worker_threads": _check_threads,
     "transports": _check_transports,
-    "channels": _check_kind("channels", ChannelOptions),
-    "cuda": _check_kind("cuda", CudaOptions),
-    "broadcasts": _check_kind("broadcasts", BroadcastOptions),
-    "liveness": _check_kind("liveness", Liveness),
-    "policy": _check_kind("policy", Policy),
     "pickler": _check_pickler,
-    "view": lambda value: value if value is None else _check_kind("view", View)(value),
+    "view": lambda name, value: value if value is None else _check_kind(name, value),
     "otel": _check_otel,
     "busy_poll": _check_busy_poll,
-    "flow_control": _check_kind("flow_control", FlowControlOptions),
-    "device_maps": checked_device_maps,
-    "devices": checked_devices,
+    "device_maps": lambda _, value: checked_device_maps(value),
+    "devices": lambda _, value: checked_devices(value),
 }

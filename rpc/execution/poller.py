@@ -43,7 +43,7 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 
 _SLICE_MS = round(1000 * MAX_SLICE_S)
-"""Milliseconds after which a wait begins again: see `acquire` of latch.py."""
+"""Milliseconds after which a wait begins again: see `acquire` in interruptions.py."""
 
 MAX_LOOK_S = 3e-4
 """Seconds that one look may take. If it takes longer, others need the interpreter or the processor."""
