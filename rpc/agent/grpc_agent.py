@@ -41,7 +41,7 @@ from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
 from ..requests.codec import CONFIRMED, Codec, Extensions, Values
 from ..requests.multi_sender import MultiSender
-from ..requests.server import MIN_WAIT_S, ServedCalls, Server
+from ..requests.server import MIN_WAIT_S, Server
 from ..wire.pickling import Packer
 from .network import Network
 from .shutdown import Quiescence, Shutdown
@@ -131,8 +131,7 @@ class GrpcAgent(RpcAgent):
         self._codec = Codec(
             options, values, self._extensions, self.control, self._network.channels.devices.staging
         )
-        self._served = ServedCalls(options.flow_control, factories.deadlines, info.name)
-        self._calls, self._flow_control = CallCounter(self._served.running), FlowControl(options.flow_control)
+        self._calls, self._flow_control = CallCounter(), FlowControl(options.flow_control)
         self._nesting = self._flow_control.nesting
         parts = CallParts(
             peers, self._extensions, self._executor, self._network.call_soon, self._calls, self._flow_control
@@ -140,7 +139,7 @@ class GrpcAgent(RpcAgent):
         self._caller = Caller(parts, self._codec, factories.deadlines)
         self._multi_sender = MultiSender(parts, self._caller, self._codec, self._network.channels.broadcasts)
         backlogs = Backlogs(options.flow_control, self._network.call_soon)
-        self._server = Server(parts, self._codec, self._served, backlogs)
+        self._server = Server(parts, self._codec, backlogs, options.flow_control, factories.deadlines)
         self._all_gather_service = AllGatherService(self)
         self._extensions.add_handlers(self._all_gather_service.handlers())
         self.control.on(CONFIRMED, self._caller.on_confirmed, is_quick=True)
@@ -362,8 +361,8 @@ class GrpcAgent(RpcAgent):
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._caller.in_flight),
             "unanswered_calls": dict(self._caller.count_unanswered()),
-            "agent.server_active_calls": len(self._served.running),
-            "agent.server_active_async_calls": len(self._served.deferred),
+            "agent.server_active_calls": len(self._calls.running),
+            "agent.server_active_async_calls": len(self._server.deferred),
             "executor_threads": self._executor.threads,
             "links": self.peers.describe(),
             "lost_workers": {each.info.name: each.end.reason for each in peers if each.end is not None},
@@ -438,7 +437,7 @@ class GrpcAgent(RpcAgent):
         self._network.disconnect(end)
         self.control.close()
         self._caller.stop_deadlines()
-        self._served.close()
+        self._server.close()
         self._caller.fail_all(self._closed_error())
         self._executor.close(CLOSE_TIMEOUT_S if in_order else HASTY_CLOSE_TIMEOUT_S)
         self._network.release()
@@ -474,7 +473,7 @@ class _Dispatcher:
 
     def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.calls.cancel((peer.id, envelope.id))
+        self._server.drop((peer.id, envelope.id))
 
     def on_message(
         self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool

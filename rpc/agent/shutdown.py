@@ -107,7 +107,7 @@ class Quiescence:
         logs_at = time.monotonic() + WARN_INTERVAL_S
         while True:
             now = time.monotonic()
-            ends = [logs_at - now, self._server.calls.seconds_left(), deadline and deadline - now]
+            ends = [logs_at - now, self._server.seconds_left(), deadline and deadline - now]
             if self._calls.wait_for_none(max(0.0, min(each for each in ends if each is not None))):
                 return
             self._server.abort_expired()

@@ -289,7 +289,7 @@ class Peer:
         """How often its connection broke."""
         self._unsent: Collection[bytes] = ()
         self.parked_requests = self.parked_bytes = 0
-        """The requests of it that wait without a thread. Guarded by the lock of ServedCalls."""
+        """The requests of it that wait without a thread. Guarded by the lock of the server."""
         self.stream: GrpcStream | None = None
         """Its connection. None for this worker itself, and for a worker that is lost."""
         self.link: Link | None = None

@@ -25,7 +25,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
@@ -105,9 +105,9 @@ _UNSENT = frozenset({State.NEW, State.QUEUED, State.POSTPONED, State.PAUSED})
 class CallCounter:
     """Counts calls in flight, and all calls there have been."""
 
-    def __init__(self, running: Sized = ()) -> None:
-        """Args: running: the calls of others that a thread of this worker is busy with."""
-        self._running = running
+    def __init__(self) -> None:
+        self.running: dict[CallKey, Any] = {}
+        """The calls of others that a thread of this worker is busy with: the `ServedCall` of each."""
         self._lock = threading.Lock()
         self._none_in_flight = threading.Condition(self._lock)
         self.waiters = 0
@@ -131,7 +131,7 @@ class CallCounter:
     def in_flight(self) -> int:
         """The number of calls in flight."""
         # In this order: what is served makes requests, and may be answered later, before it ends.
-        return len(self._running) + self._deferred + len(self.requests)
+        return len(self.running) + self._deferred + len(self.requests)
 
     def begin_request(self, identifier: int) -> None:
         """Counts a call that is sent, or pauses, by its id."""

@@ -10,8 +10,8 @@
 | deferred  | that future                     | it is done, or nobody waits for the answer: done       |
 
 Its cancellation, its deadline, and the loss or the silence of its caller end it in the first three states and when
-it is deferred; those that come while it runs end it then. Until it runs it is in `ServedCalls.waiting`, and in
-`ServedCalls.deferred` when it is deferred: whoever takes it out there decides what becomes of it, which is one
+it is deferred; those that come while it runs end it then. Until it runs it is in `Server.waiting`, and in
+`Server.deferred` when it is deferred: whoever takes it out there decides what becomes of it, which is one
 operation on a dict. Requests that carry no values of users, and messages without an id, are in neither: they run
 when a thread comes to them.
 
@@ -66,7 +66,7 @@ from ..peers.peer import Peer
 from .call import CallCounter, CallKey, CallParts
 from .codec import Codec
 
-__all__ = ["MIN_WAIT_S", "ServedCall", "ServedCalls", "Server"]
+__all__ = ["MIN_WAIT_S", "ServedCall", "Server"]
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
@@ -114,150 +114,27 @@ def _may_begin(source: Peer) -> bool:
 
 
 @final
-class ServedCalls:
-    """Decides what becomes of each request: it begins, or it does not; it is answered, or it is given up.
+class Server(WorkerWatcher):
+    """Decides what becomes of each request: runs its handler, on a thread of the executor, and answers it.
 
     Takes no lock for requests that are not parked: each step is one operation on a dict.
     """
 
-    def __init__(self, options: FlowControlOptions, make_deadlines: DeadlinesFactory, name: str) -> None:
-        """Starts no clock yet. The name is that of this worker."""
+    def __init__(
+        self,
+        parts: CallParts,
+        codec: Codec,
+        backlogs: Backlogs,
+        options: FlowControlOptions,
+        make_deadlines: DeadlinesFactory,
+    ) -> None:
+        """Starts no clock yet."""
         self.waiting: dict[CallKey, ServedCall] = {}
-        """The requests that have arrived, and not begun to run. `Server.arrive` adds them."""
+        """The requests that have arrived, and not begun to run."""
+        self._running: dict[CallKey, ServedCall] = parts.counter.running
+        """Those with values of users that a thread is busy with."""
         self.deferred: dict[CallKey, ServedCall] = {}
         """Those whose answers are not known yet, although no thread is busy with them."""
-        self.running: dict[CallKey, ServedCall] = {}
-        """Those with values of users that a thread is busy with."""
-        self._parked: dict[CallKey, ServedCall] = {}
-        # By its own calls and those that they make, a caller may have this many in flight.
-        self._max_parked = max(options.max_in_flight, options.max_received)
-        self._max_parked_bytes = options.max_received_bytes
-        self._make_deadlines = make_deadlines
-        self._name = name
-        self._lock = threading.Lock()
-        # Guarded by the lock.
-        self._clock: Deadlines[CallKey] | None = None
-        self._is_closed = False
-
-    # Those that have not begun.
-
-    def begin(self, call: ServedCall, handler: Handler) -> RpcError | None:
-        """Has a request begin to run; if it does not, returns the error that its caller gets."""
-        source, is_waiting = call.source, self.waiting.pop(call.key, None) is not None
-        if source.end is not None and not _may_begin(source):
-            reason = f"this was noticed before a request of it began on {self._name!r}"
-            return WorkerLostError(source.info.name, reason)
-        if not is_waiting:
-            return RpcCancelledError(self._name)
-        if call.deadline and time.monotonic() >= call.deadline:
-            activity = f"its time was up before it began: {handler.description}"
-            return RpcTimeoutError(self._name, call.envelope.timeout_ms / 1000, activity)
-        return None
-
-    def cancel(self, key: CallKey) -> bool:
-        """Keeps a request from beginning, if it has arrived and has not begun; returns whether it does."""
-        is_cancelled = self.waiting.pop(key, None) is not None
-        if self._parked:
-            self._end_wait(key)
-        return is_cancelled
-
-    def cancel_all(self, source: Peer) -> None:
-        """Keeps the requests of a worker that have arrived from beginning."""
-        for key in list(self.waiting):
-            if key[0] == source.id:
-                self.cancel(key)
-
-    def seconds_left(self) -> float | None:
-        """Returns the time until the next deferred one expires; None for never."""
-        deadlines = [call.deadline for call in self.deferred.copy().values() if call.deadline]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    # Those that wait without a thread.
-
-    def park(self, call: ServedCall, awaited: Sequence[Awaited], resume: Callable[[ServedCall], None]) -> None:
-        """Has a request wait.
-
-        Args:
-            call: the request.
-            awaited: what it waits for.
-            resume: has it served again, once: when something of that is over, or it is not to run. Does not block.
-
-        Raises:
-            LimitReachedError: too many requests of the caller are parked, or too many bytes.
-        """
-        key = call.key
-        self._count(call.source, call.nbytes)
-        wake = partial(self._wake, key, resume)
-        call.awaited, call.wake = awaited, wake
-        self._parked[key] = call
-        for each in awaited:
-            each.add_waiter(wake)
-        # It may have been cancelled, and what it waits for may be over, before it was there to be found.
-        if key not in self.waiting or any(each.is_over for each in awaited):
-            wake()
-        elif call.deadline:
-            self._expire_later(key, call.deadline)
-        # Woken meanwhile: its next wait may have begun, on another thread.
-        if self._parked.get(key) is not call or call.wake is not wake:
-            for each in awaited:
-                each.remove_waiter(wake)
-
-    def close(self) -> None:
-        """Ends the clock: no parked request times out from now on."""
-        with self._lock:
-            self._is_closed = True
-            clock = self._clock
-        if clock is not None:
-            clock.close()
-
-    def _end_wait(self, key: CallKey) -> None:
-        if (call := self._parked.get(key)) is not None:
-            call.wake()
-
-    def _wake(self, key: CallKey, resume: Callable[[ServedCall], None]) -> None:
-        """Has a request resumed if it is parked. Called on any thread."""
-        call = self._parked.pop(key, None)
-        if call is None:
-            return
-        for each in call.awaited:
-            each.remove_waiter(call.wake)
-        with self._lock:
-            call.source.parked_requests -= 1
-            call.source.parked_bytes -= max(call.nbytes, CALL_BYTES)
-        resume(call)
-
-    def _count(self, source: Peer, nbytes: int) -> None:
-        nbytes = max(nbytes, CALL_BYTES)
-        with self._lock:
-            count, parked_bytes = source.parked_requests, source.parked_bytes
-            if count >= self._max_parked or (count and parked_bytes + nbytes > self._max_parked_bytes):
-                raise LimitReachedError(
-                    f"{count} requests of worker {source.info.name!r}, of {parked_bytes} bytes, wait for values "
-                    "that are not there",
-                    f"waiting requests={self._max_parked}",
-                )
-            source.parked_requests += 1
-            source.parked_bytes += nbytes
-
-    def _expire_later(self, key: CallKey, deadline: float) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            if self._clock is None:
-                self._clock = self._make_deadlines(
-                    self._end_wait, self._parked.__contains__, f"gradwire-waits-{self._name}"
-                )
-            clock = self._clock
-        # A request that has waited before expires at the same time, so an entry of that wait does no harm.
-        clock.add(key, max(MIN_WAIT_S, deadline - time.monotonic()))
-
-
-@final
-class Server(WorkerWatcher):
-    """Runs the handlers of requests, on the executor's threads, and sends their answers."""
-
-    def __init__(self, parts: CallParts, codec: Codec, calls: ServedCalls, backlogs: Backlogs) -> None:
-        self.calls = calls
         self.backlogs = backlogs
         self.answering = CallCounter()
         """The requests that were deferred, and whose answers are known and have not been sent."""
@@ -265,22 +142,33 @@ class Server(WorkerWatcher):
         self._codec = codec
         self._peers, self._extensions, self._executor = parts.peers, parts.extensions, parts.executor
         self._counter, self._nesting = parts.counter, parts.flow_control.nesting
+        self._parked: dict[CallKey, ServedCall] = {}
+        # By its own calls and those that they make, a caller may have this many in flight.
+        self._max_parked = max(options.max_in_flight, options.max_received)
+        self._max_parked_bytes = options.max_received_bytes
+        self._make_deadlines = make_deadlines
+        self._lock = threading.Lock()
+        # Guarded by the lock.
+        self._clock: Deadlines[CallKey] | None = None
+        self._is_closed = False
+
+    # Those that have not begun.
 
     def arrive(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
         """Notes a request that has arrived; its payloads may be on their way. Called on any thread."""
         handler = self._extensions.handlers.get(envelope.type)
         call = ServedCall(source, envelope, handler)
         if handler is not None and handler.user_values and envelope.id:
-            self.calls.waiting[call.key] = call
+            self.waiting[call.key] = call
             if source.end is not None and not _may_begin(source):  # it may have been told before this
-                self.calls.cancel(call.key)
+                self.drop(call.key)
             for on_arrival in self._extensions.on_arrival:
                 on_arrival(source.info, envelope)
         return call
 
     def find(self, source: Peer, envelope: agent_pb2.Envelope) -> ServedCall:
         """Returns a request that has arrived before its payloads. It may not be waiting any more."""
-        found = self.calls.waiting.get((source.id, envelope.id)) if envelope.id else None
+        found = self.waiting.get((source.id, envelope.id)) if envelope.id else None
         return found or ServedCall(source, envelope, self._extensions.handlers.get(envelope.type))
 
     def serve(self, call: ServedCall) -> None:
@@ -309,9 +197,9 @@ class Server(WorkerWatcher):
         else:
             nesting, counter = self._nesting, self._counter
             # First: a cancellation finds it among those that wait, or here.
-            self.calls.running[call.key] = call
+            self._running[call.key] = call
             try:
-                if envelope.id and (error := self.calls.begin(call, handler)) is not None:
+                if envelope.id and (error := self._begin(call, handler)) is not None:
                     self._refuse(call, error)
                     return
                 counter.last_served = call.key
@@ -319,9 +207,34 @@ class Server(WorkerWatcher):
                 self._run(call, handler)
             finally:
                 nesting.depth, nesting.deadline = 0, 0.0
-                self.calls.running.pop(call.key, None)
+                self._running.pop(call.key, None)
                 if counter.waiters:
                     counter.notify()
+
+    def _begin(self, call: ServedCall, handler: Handler) -> RpcError | None:
+        """Has a request begin to run; if it does not, returns the error that its caller gets."""
+        source, is_waiting = call.source, self.waiting.pop(call.key, None) is not None
+        if source.end is not None and not _may_begin(source):
+            reason = f"this was noticed before a request of it began on {self._me.name!r}"
+            return WorkerLostError(source.info.name, reason)
+        if not is_waiting:
+            return RpcCancelledError(self._me.name)
+        if call.deadline and time.monotonic() >= call.deadline:
+            activity = f"its time was up before it began: {handler.description}"
+            return RpcTimeoutError(self._me.name, call.envelope.timeout_ms / 1000, activity)
+        return None
+
+    def drop(self, key: CallKey) -> bool:
+        """Keeps a request from beginning, if it has arrived and has not begun; returns whether it does."""
+        is_dropped = self.waiting.pop(key, None) is not None
+        if self._parked:
+            self._end_wait(key)
+        return is_dropped
+
+    def _drop_all(self, source: Peer) -> None:
+        for key in list(self.waiting):
+            if key[0] == source.id:
+                self.drop(key)
 
     def _postpone(self, call: ServedCall) -> bool:
         """Returns whether a call is postponed, or refused because too many are."""
@@ -336,13 +249,82 @@ class Server(WorkerWatcher):
         awaited: list[Awaited] = []
         for wait_before_run in self._extensions.wait_before_run:
             awaited += wait_before_run(call.envelope)
-        if not awaited or call.key not in self.calls.waiting or call.is_expired:
+        if not awaited or call.key not in self.waiting or call.is_expired:
             return False
         try:
-            self.calls.park(call, awaited, self._submit_again)
+            self._count_parked(call.source, call.nbytes)
         except LimitReachedError as error:
             self._refuse(call, error)
+        else:
+            self._wait_for(call, awaited)
         return True
+
+    def _count_parked(self, source: Peer, nbytes: int) -> None:
+        """Raises LimitReachedError if too many requests of a caller are parked, or too many bytes."""
+        nbytes = max(nbytes, CALL_BYTES)
+        with self._lock:
+            count, parked_bytes = source.parked_requests, source.parked_bytes
+            if count >= self._max_parked or (count and parked_bytes + nbytes > self._max_parked_bytes):
+                raise LimitReachedError(
+                    f"{count} requests of worker {source.info.name!r}, of {parked_bytes} bytes, wait for values "
+                    "that are not there",
+                    f"waiting requests={self._max_parked}",
+                )
+            source.parked_requests += 1
+            source.parked_bytes += nbytes
+
+    def _wait_for(self, call: ServedCall, awaited: Sequence[Awaited]) -> None:
+        """Has a request served again, once: when something of what it waits for is over, or it is not to run."""
+        key, wake = call.key, partial(self._wake, call.key)
+        call.awaited, call.wake = awaited, wake
+        self._parked[key] = call
+        for each in awaited:
+            each.add_waiter(wake)
+        # It may have been cancelled, and what it waits for may be over, before it was there to be found.
+        if key not in self.waiting or any(each.is_over for each in awaited):
+            wake()
+        elif call.deadline:
+            self._expire_later(key, call.deadline)
+        # Woken meanwhile: its next wait may have begun, on another thread.
+        if self._parked.get(key) is not call or call.wake is not wake:
+            for each in awaited:
+                each.remove_waiter(wake)
+
+    def _end_wait(self, key: CallKey) -> None:
+        if (call := self._parked.get(key)) is not None:
+            call.wake()
+
+    def _wake(self, key: CallKey) -> None:
+        """Has a request served again if it is parked. Called on any thread."""
+        call = self._parked.pop(key, None)
+        if call is None:
+            return
+        for each in call.awaited:
+            each.remove_waiter(call.wake)
+        with self._lock:
+            call.source.parked_requests -= 1
+            call.source.parked_bytes -= max(call.nbytes, CALL_BYTES)
+        self._submit_again(call)
+
+    def _expire_later(self, key: CallKey, deadline: float) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            if self._clock is None:
+                self._clock = self._make_deadlines(
+                    self._end_wait, self._parked.__contains__, f"gradwire-waits-{self._me.name}"
+                )
+            clock = self._clock
+        # A request that has waited before expires at the same time, so an entry of that wait does no harm.
+        clock.add(key, max(MIN_WAIT_S, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Ends the clock: no parked request times out from now on."""
+        with self._lock:
+            self._is_closed = True
+            clock = self._clock
+        if clock is not None:
+            clock.close()
 
     def _refuse(self, call: ServedCall, error: RpcError) -> None:
         """Answers a request that does not begin, so that its caller knows that it is over."""
@@ -356,12 +338,14 @@ class Server(WorkerWatcher):
 
     def reject(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
-        self.calls.cancel((source.id, envelope.id))
+        self.drop((source.id, envelope.id))
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
             self._codec.values.record_refusal(source.info, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error, has_begun=False)
+
+    # Those that run.
 
     def _run(self, call: ServedCall, handler: Handler) -> None:
         """Runs the handler of a request and answers, with its error if it raises; or has it answered later."""
@@ -434,6 +418,8 @@ class Server(WorkerWatcher):
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
+    # Those that are answered later.
+
     def _defer(self, call: ServedCall, message: Incoming, handler: Handler, answer: Deferred) -> None:
         """Has a request answered with what a future has, now or later."""
         if answer.future.done():
@@ -442,7 +428,7 @@ class Server(WorkerWatcher):
         if handler.user_values:
             self._counter.begin_answer()
         call.message, call.on_aborted = message, answer.on_aborted
-        self.calls.deferred[call.key] = call
+        self.deferred[call.key] = call
         # What ends the wait for it may have come before it was there to be found.
         is_awaited = not call.is_cancelled and call.source.end is None
         answer.future.add_done_callback(partial(self._answer_later, call.key))
@@ -451,7 +437,7 @@ class Server(WorkerWatcher):
 
     def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
-        if (call := self.calls.deferred.pop(key, None)) is not None:
+        if (call := self.deferred.pop(key, None)) is not None:
             self.answering.begin_answer()
             self._executor.submit(self._answer_deferred, call, future)
 
@@ -477,6 +463,8 @@ class Server(WorkerWatcher):
         elif request.envelope.id:
             self._send_answer(call.source, self._pack_answer(request, future.result(), handler))
 
+    # Their ends without an answer.
+
     def on_cancelled(self, worker: WorkerInfo, payload: tuple[int]) -> None:
         """Handles CANCELLED. Called on any thread."""
         (identifier,) = payload
@@ -486,34 +474,39 @@ class Server(WorkerWatcher):
         """Handles the message of a caller that it does not wait for an answer. Called on any thread."""
         key = source.id, identifier
         # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-        if self.calls.cancel(key):
+        if self.drop(key):
             return
-        if (call := self.calls.running.get(key)) is not None:
+        if (call := self._running.get(key)) is not None:
             call.is_cancelled = True
-        if self.calls.deferred:
+        if self.deferred:
             self._executor.submit(self.abort, [key])
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
         """Keeps the requests that have come by the broken connection from beginning."""
-        self.calls.cancel_all(self._peers.of(worker))
+        self._drop_all(self._peers.of(worker))
 
     def note_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Keeps the requests of a worker that is lost from beginning, if they may not."""
         if not _may_begin(peer := self._peers.of(worker)):
-            self.calls.cancel_all(peer)
+            self._drop_all(peer)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Aborts the answers to a worker that is lost."""
-        self.abort([key for key in self.calls.deferred.copy() if key[0] == worker.wire_id])
+        self.abort([key for key in self.deferred.copy() if key[0] == worker.wire_id])
+
+    def seconds_left(self) -> float | None:
+        """Returns the time until the next deferred answer expires; None for never."""
+        deadlines = [call.deadline for call in self.deferred.copy().values() if call.deadline]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def abort_expired(self) -> None:
         """Aborts the answers for which their callers do not wait any longer."""
-        self.abort([key for key, call in self.calls.deferred.copy().items() if call.is_expired])
+        self.abort([key for key, call in self.deferred.copy().items() if call.is_expired])
 
     def abort(self, keys: Iterable[CallKey]) -> None:
         """Aborts answers: their callers are told that there will be none, and nothing waits for them here."""
         for key in keys:
-            if (call := self.calls.deferred.pop(key, None)) is None:
+            if (call := self.deferred.pop(key, None)) is None:
                 continue
             self._answer_error(call.source, call.envelope, RpcCancelledError(self._me.name))
             if call.on_aborted is not None:

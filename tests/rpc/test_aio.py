@@ -169,7 +169,7 @@ def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(agents):
     futures = [a.request(b.info, Request(MessageType.CALL, (keep, (f"call {i}",), {}))) for i in range(3)]
     wait_until(lambda: len(waiting) == 3)
     assert futures[1].cancel()
-    wait_until(lambda: len(b._server.calls.waiting) == 2)
+    wait_until(lambda: len(b._server.waiting) == 2)
     b._executor.submit = run
     for task in waiting:
         run(*task)
@@ -177,7 +177,7 @@ def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(agents):
     wait_until(lambda: b.debug_info()["agent.server_active_calls"] == 0)
     assert {"call 0", "call 2"} <= set(remote_functions.kept)
     assert "call 1" not in remote_functions.kept
-    assert not len(b._server.calls.waiting)
+    assert not len(b._server.waiting)
 
 
 def test_a_running_call_is_not_interrupted(workers):

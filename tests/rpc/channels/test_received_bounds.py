@@ -61,7 +61,7 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
         a.peers.of(b.info).on_envelope(announcement(number, MIB), 100)
     wait_until(lambda: (of_b.count, of_b.nbytes) == (4, 4 * MIB))
     wait_until(lambda: not a.peers.of(b.info).received.figures()["received_requests"])
-    wait_until(lambda: len(a._server.calls.waiting) == 4)  # those that are refused are forgotten a moment later
+    wait_until(lambda: len(a._server.waiting) == 4)  # those that are refused are forgotten a moment later
     with holder.using(c):
         tensor = torch.ones(MIB // 4, requires_grad=True)
         assert torch.equal(rpc.rpc_sync(a.info, identity, (tensor,)), tensor)

@@ -106,7 +106,7 @@ def wait_for_file(path: Path) -> None:
 
 def waiting_requests() -> dict[tuple[int, int], ServedCall]:
     agent: Any = rpc.api.current_agent()
-    return agent._server.calls.waiting
+    return agent._server.waiting
 
 
 def count_queued() -> int:

@@ -17,7 +17,7 @@ from gradwire.rpc.peers.flow_control import Backlogs
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import CallCounter
 from gradwire.rpc.requests.codec import Extensions
-from gradwire.rpc.requests.server import ServedCall, ServedCalls, Server
+from gradwire.rpc.requests.server import ServedCall, Server
 from gradwire.rpc.wire.pickling import Packed, Packer
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -156,15 +156,15 @@ class Requests(RuleBasedStateMachine):
         extensions.add(self.functions)
         options = FlowControlOptions(max_in_flight=MAX_PARKED, max_received=MAX_PARKED)
         make_clock: Any = NoClock
-        self.calls = ServedCalls(options, make_clock, "test")
-        self.counter = CallCounter(self.calls.running)
+        self.counter = CallCounter()
         self.peer, codec = silent_peer(PEER), self.codec
         parts = call_parts(self.peer, extensions, self.threads, self.counter, options)
         self.server = Server(
             parts,
             codec,  # type: ignore[arg-type]
-            self.calls,
             Backlogs(options, lambda _task: None),
+            options,
+            make_clock,
         )
         self.functions.cancel = partial(self.server.cancel, self.peer)
         self.arrived: dict[int, ServedCall] = {}
@@ -232,7 +232,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def fall_silent(self) -> None:
-        self.must_not_run.update(identifier for _, identifier in self.calls.waiting)
+        self.must_not_run.update(identifier for _, identifier in self.server.waiting)
         self.server.note_suspect(PEER, "it does not answer")
 
     @invariant()
@@ -256,8 +256,8 @@ class Requests(RuleBasedStateMachine):
                 future.set_result(1)
         self.threads.run(1000)
         assert self.codec.answers == dict.fromkeys(self.arrived, 1)
-        assert not self.calls.waiting
-        assert not self.calls.deferred
+        assert not self.server.waiting
+        assert not self.server.deferred
         assert not self.counter.in_flight
         assert not self.server.answering.in_flight
         assert self.peer.parked_requests == 0
