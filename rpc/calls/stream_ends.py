@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from ...errors import Outcome, RpcError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import CANCELLED, RpcAgent
-from ..contracts.messages import Incoming, MessageType
+from ..contracts.messages import CALL_PARTS, Incoming, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.ctrl_c import wait_interruptibly
 from ..execution.futures import Future, copy_error, error_of
@@ -235,12 +235,12 @@ class StreamConsumer:
         producer: WorkerInfo,
         window_items: int,
         window_bytes: int,
-        on_closed: "Callable[[StreamConsumer], None]",
+        consumers: "dict[int, StreamConsumer]",
     ) -> None:
         """Makes the consumer of a stream that has not been requested yet.
 
-        The producer pauses at so many items or bytes that have been sent and not taken. `on_closed` is called with
-        this consumer, maybe more than once, when it accepts no more items.
+        The producer pauses at so many items or bytes that have been sent and not taken. The consumer is in the
+        table of them, by its id, as long as it accepts items.
         """
         self.id = 0
         """The id of the STREAM_OPEN request, once it has one."""
@@ -250,11 +250,12 @@ class StreamConsumer:
         self.buffered_bytes = 0
         """Bytes of the items that wait to be taken."""
         self._agent = agent
-        self._on_closed = on_closed
+        self._consumers = consumers
         self._changed = threading.Condition()
         self._window = agent_pb2.StreamHeader(items=window_items, nbytes=window_bytes)
         self._wakers: set[Callable[[], None]] = set()
         self._answer: Future[Any] | None = None
+        """The answer to STREAM_OPEN, which arrives when the stream ends."""
         self._buffer: dict[int, _Item] = {}
         """The items that wait to be taken, by index."""
         self._taken_items = 0
@@ -268,15 +269,20 @@ class StreamConsumer:
         self._is_broken = False
         """Whether the stream ends after the items that have arrived, because no others will."""
 
-    def fill_header(self, envelope: agent_pb2.Envelope) -> None:
-        """Takes the id of the STREAM_OPEN request, and puts the window into its header."""
+    def open(self, call: tuple[Any, ...]) -> None:
+        """Requests the stream, without waiting for it. Raises what `RpcAgent.request` does; nothing was sent."""
+        request = Request(MessageType.STREAM_OPEN, call, timeout=0, label=CALL_PARTS, header=self._fill_header)
+        try:
+            answer = self._answer = self._agent.request(self.producer, request)
+        except BaseException:
+            self._consumers.pop(self.id, None)
+            raise
+        answer.add_done_callback(lambda _: self._on_answer(answer))
+
+    def _fill_header(self, envelope: agent_pb2.Envelope) -> None:
         self.id = envelope.id
         envelope.stream.CopyFrom(self._window)
-
-    def set_answer(self, answer: Future[Any]) -> None:
-        """Sets the future of the answer to STREAM_OPEN, which arrives when the stream ends."""
-        self._answer = answer
-        answer.add_done_callback(lambda _: self._on_answer(answer))
+        self._consumers[self.id] = self
 
     # From the producer.
 
@@ -423,7 +429,7 @@ class StreamConsumer:
 
     def _end(self) -> None:
         """Forgets the stream, and ends it at the producer. Called without the lock."""
-        self._on_closed(self)
+        self._consumers.pop(self.id, None)
         if (answer := self._answer) is None:
             return
         was_cut_off = answer.done() and isinstance(error_of(answer), WorkerSuspectError)

@@ -22,17 +22,14 @@ from ...errors import (
     WorkerLostError,
     WorkerSuspectError,
 )
-from ...proto.v1 import agent_pb2
 from ..contracts.agent import Destination, RpcAgent, current_agent
 from ..contracts.extension import Extension
 from ..contracts.messages import (
-    CALL_PARTS,
     UNSET_RPC_TIMEOUT,
     Deferred,
     Handler,
     Incoming,
     MessageType,
-    Request,
     UnwantedMessageError,
     check_call,
     check_received,
@@ -99,29 +96,10 @@ class Streams(Extension):
     def consume(
         self, worker: WorkerInfo, call: tuple[Any, ...], window_bytes: int, window_items: int
     ) -> StreamConsumer:
-        """Requests a stream from a worker and returns its consumer, without waiting; see `rpc_stream`.
-
-        Raises:
-            SerializationError: the call does not pickle; nothing was sent.
-        """
-        consumer = StreamConsumer(self.agent, worker, window_items, window_bytes, self._remove_consumer)
-
-        def fill_header(envelope: agent_pb2.Envelope) -> None:
-            consumer.fill_header(envelope)
-            self._consumers[consumer.id] = consumer
-
-        try:
-            answer = self.agent.request(
-                worker, Request(MessageType.STREAM_OPEN, call, timeout=0, label=CALL_PARTS, header=fill_header)
-            )
-        except BaseException:
-            self._remove_consumer(consumer)
-            raise
-        consumer.set_answer(answer)
+        """Requests a stream from a worker and returns its consumer, without waiting; see `rpc_stream`."""
+        consumer = StreamConsumer(self.agent, worker, window_items, window_bytes, self._consumers)
+        consumer.open(call)
         return consumer
-
-    def _remove_consumer(self, consumer: StreamConsumer) -> None:
-        self._consumers.pop(consumer.id, None)
 
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
