@@ -266,7 +266,7 @@ def test_one_that_cannot_be_ended_keeps_no_other_from_expiring(caplog):
         expired.put(identifier)
 
     live = {1, 2}
-    started = Deadlines(expire, live.__contains__, live.__len__, "gradwire-deadlines-test")
+    started = Deadlines(expire, live.__contains__, "gradwire-deadlines-test")
     try:
         started.add(1, 0.0)
         started.add(2, 0.001)
