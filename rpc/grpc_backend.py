@@ -66,15 +66,9 @@ def start_agent(
     rpc_backend_options: RpcBackendOptions,
     make_agent: AgentFactory | None = None,
 ) -> GrpcAgent:
-    """Starts an agent and joins the group that rendezvous at a store. Returns the agent.
+    """Starts an agent and joins the group that rendezvous at a store: see `register_backend`. Returns the agent.
 
-    Args:
-        store: the store of the group.
-        name: the name of this worker.
-        rank: the rank of this worker; -1 for a free one in a dynamic group.
-        world_size: the number of workers; None for a dynamic group.
-        rpc_backend_options: the options of this worker.
-        make_agent: makes the agent; by default a GrpcAgent with the default extensions.
+    `make_agent` makes the agent; by default it is a GrpcAgent with the default extensions.
 
     Raises:
         RendezvousError: workers contradict each other, or did not arrive in time.

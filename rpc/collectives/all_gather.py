@@ -174,7 +174,6 @@ class AllGatherService(WorkerWatcher):
     """Runs the all_gathers that one agent takes part in."""
 
     def __init__(self, agent: RpcAgent) -> None:
-        """Args: agent: the agent of this worker."""
         self._agent = agent
         self._round_locks: dict[Series, threading.Lock] = {}
         """Held while a round of the series runs on this worker."""

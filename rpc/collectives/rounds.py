@@ -160,7 +160,6 @@ class Replacements:
     """The workers that have been replaced since one agent joined its group. Safe to use from any thread."""
 
     def __init__(self, agent: RpcAgent) -> None:
-        """Args: agent: the agent of this worker."""
         self._agent = agent
         self._changed = threading.Condition()
         self._latest: dict[int, int] = {}

@@ -116,14 +116,7 @@ class Executor:
     def __init__(
         self, size: int, name: str, initializer: Callable[[], None] = lambda: None, busy_poll: float = 0.0
     ) -> None:
-        """Starts no thread yet.
-
-        Args:
-            size: number of threads that can make progress at the same time.
-            name: prefix of the threads' names.
-            initializer: runs first on every thread.
-            busy_poll: see RpcBackendOptions.
-        """
+        """Starts no thread yet. `size` of them can make progress at a time; `initializer` runs first on each."""
         self._size = size
         self._name = name
         self._initializer = initializer

@@ -68,14 +68,9 @@ class Future(torch.futures.Future[T]):
         operation: str = "request",
         read_answer: ReadAnswer | None = None,
     ) -> None:
-        """Makes a pending future.
+        """Makes a pending future. Without `cancel` and `read_answer`, neither is possible.
 
-        Args:
-            executor: is told of waits.
-            cancel: cancels the call and returns whether it was pending; None if the call cannot be cancelled.
-            worker: see `worker`.
-            operation: what the call does, unless `describe` is set.
-            read_answer: has the thread that waits read the answer itself; None if it cannot.
+        `cancel` returns whether the call was pending. `operation` is what it does, unless `describe` is set.
         """
         # As all methods of C++ that are hot: not by torch.futures.Future, whose Python takes half of the time.
         AnyFuture.__init__(self, [])

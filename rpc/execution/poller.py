@@ -92,14 +92,7 @@ class Spinner:
         """How many such waits followed the last one that was in vain."""
 
     def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
-        """Looks at the descriptors.
-
-        Args:
-            poll: returns what is ready; its argument is 0.
-            stop: returns whether to look no longer.
-
-        Returns what is ready: nothing if nothing became ready in time, or if something else has to run.
-        """
+        """Returns what `poll(0)` says is ready: nothing if nothing is in time, or if `stop` says so first."""
         if self._to_skip or not self._seconds:
             if self._to_skip:
                 self._to_skip -= 1
@@ -131,7 +124,7 @@ class SocketWaiter:
     """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
 
     def __init__(self, busy_poll: float) -> None:
-        """Args: busy_poll: see RpcBackendOptions. Raises OSError if no descriptor is left."""
+        """Raises OSError if no descriptor is left."""
         self._wake = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread_id = threading.get_ident()
@@ -227,7 +220,6 @@ class Poller:
     """One epoll for many threads. Safe to use from any thread."""
 
     def __init__(self, busy_poll: float) -> None:
-        """Args: busy_poll: see RpcBackendOptions."""
         self._epoll = select.epoll()
         self._on_ready: dict[int, tuple[OnReady, int]] = {}
         """By file descriptor: what handles it, and the events that it is watched for."""

@@ -150,13 +150,7 @@ class Deadlines(Generic[K]):
     """
 
     def __init__(self, expire: Callable[[K], None], is_live: Callable[[K], bool], name: str) -> None:
-        """Starts the thread.
-
-        Args:
-            expire: called with an id when its time is up. Must not block.
-            is_live: returns whether the request with this id is pending.
-            name: of the thread.
-        """
+        """Starts the thread. `expire`, which must not block, is called with an id whose request is pending."""
         self._expire = expire
         self._is_live = is_live
         self._entries: list[tuple[float, K]] = []
