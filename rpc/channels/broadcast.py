@@ -193,10 +193,7 @@ class _SendingGroup:
         self._start_chunks(shared, start)
 
     def resend(self, receiver: BroadcastPeer, first: int) -> None:
-        """Sends a receiver by chunks the `first` broadcast that it has not received and all later ones.
-
-        Aborts the group.
-        """
+        """Aborts the group; sends a receiver by chunks the `first` broadcast that it lacks, and all later ones."""
         with self._lock:
             self._first_missing.setdefault(receiver, first)
             missing = [shared for number, shared in sorted(self._payloads.items()) if number >= first]
@@ -291,11 +288,10 @@ class Broadcast:
         return data if first.has_same_source(gathered) else gathered.joined()
 
     def put(self, peer: BroadcastPeer, position: int, data: memoryview) -> BroadcastPart | None:
-        """Broadcasts the payload at a position of the message to a peer.
+        """Broadcasts the payload at a position of the message to a peer; returns the receiver's part.
 
-        Returns:
-            The receiver's part; None if the payload must be sent in another way, because it is small, or not the
-            same bytes as in the first message, or because there is no group.
+        None if the payload has to go another way, because it is small, or not the same bytes as in the first
+        message, or because there is no group.
         """
         if data.nbytes < self._threshold:
             return None

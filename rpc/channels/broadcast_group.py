@@ -51,12 +51,9 @@ class BroadcastGroup:
         self._thread.start()
 
     def put(self, number: int, tensor: torch.Tensor, on_done: Callable[[], None] = lambda: None) -> None:
-        """Queues a broadcast. Does nothing if the group has ended.
+        """Queues a broadcast of uint8: of these bytes at the root, into this memory elsewhere.
 
-        Args:
-            number: the count of the group's broadcasts.
-            tensor: one-dimensional, of uint8: the bytes to send at the root, memory to receive them elsewhere.
-            on_done: called on the group's thread when this member has sent or received them.
+        Does nothing if the group has ended. `on_done` is called on the group's thread when this member is done.
         """
         with self._changed:
             if not self._ended:

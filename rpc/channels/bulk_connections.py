@@ -111,8 +111,7 @@ class SendingBundle:
     ) -> None:
         """Takes over connected sockets. `on_end` is called once, on any thread, with the reason of the end.
 
-        Raises:
-            OSError: there are too few file descriptors. The connections are closed.
+        Raises OSError if there are too few file descriptors. Then the connections are closed.
         """
         self.number = number
         self._executor = executor
@@ -154,25 +153,17 @@ class SendingBundle:
             if self.has_ended:
                 return
             self._payloads.append(payload)
-        connections = self._take_idle(payload.count)
+        connections: list[_SendingConnection] = []
+        with contextlib.suppress(IndexError):
+            while len(connections) < payload.count:
+                connections.append(self._idle.pop())
         for connection in connections[1:]:
             connection.wake()
         if connections:
             connections[0].write()
 
-    def _take_idle(self, count: int) -> "list[_SendingConnection]":
-        """Takes up to `count` connections that wait for a payload."""
-        taken: list[_SendingConnection] = []
-        with contextlib.suppress(IndexError):
-            while len(taken) < count:
-                taken.append(self._idle.pop())
-        return taken
-
     def next_part(self, connection: "_SendingConnection") -> list[memoryview]:
-        """Takes the next part from the queue: its header, and its bytes.
-
-        Returns an empty list if there is none. Then the connection is idle, and another thread may write to it.
-        """
+        """Returns the next part: header and bytes. Empty if there is none: the connection is anybody's then."""
         with self._lock:
             if not self._payloads:
                 if not self.has_ended:
@@ -424,12 +415,9 @@ class ReceivingBundle:
     # Called by the threads that read.
 
     def start_part(self, transfer_id: int, number: int, connection: "_ReceivingConnection") -> _Part | None:
-        """Returns a part whose header has been read; None if its payload has not been announced.
+        """Returns a part whose header has been read; None if its payload has to be announced before one reads on.
 
-        In that case, nobody reads the connection before it is.
-
-        Raises:
-            ValueError: the payload has no such part, or it has been sent before.
+        Raises ValueError if the payload has no such part, or it has been sent before.
         """
         with self._lock:
             payload = self._payloads.get(transfer_id)

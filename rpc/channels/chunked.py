@@ -222,8 +222,7 @@ class _ChunkSender:
     def _next_chunks(self) -> list[Buffer]:
         """Takes up to `chunk_bytes` from the queue: part of the first payload, or as many whole payloads as fit.
 
-        Returns:
-            The pieces of a serialized Chunks message.
+        Returns the pieces of a serialized Chunks message.
         """
         pieces: list[Buffer] = []
         bytes_left = self._dependencies.options.channels.chunk_bytes

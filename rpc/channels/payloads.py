@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -59,20 +59,12 @@ def body_of(envelope: agent_pb2.Envelope, payloads: PayloadReader) -> Buffer:
 
 def payloads_of(envelope: agent_pb2.Envelope) -> list[agent_pb2.Payload]:
     """Returns the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
-    payloads = [envelope.body]
-    for tensor in envelope.tensors:
+    payloads, tensors = [envelope.body], list(envelope.tensors)
+    for tensor in tensors:
         payloads.append(tensor.data)
         if tensor.parts:
-            payloads += _payloads_of_parts(tensor)
+            tensors += tensor.parts  # which this loop reaches, too
     return payloads
-
-
-def _payloads_of_parts(tensor: agent_pb2.Tensor) -> Iterator[agent_pb2.Payload]:
-    parts = list(tensor.parts)
-    while parts:
-        part = parts.pop()
-        yield part.data
-        parts.extend(part.parts)
 
 
 @final
@@ -124,11 +116,8 @@ class EnvelopePayloads:
     def collect(self) -> PayloadReader | Collecting:
         """Collects the payloads. Called on the event loop if `needs_loop`, else by the thread that reads.
 
-        Returns:
-            Their reader if all have arrived; else a future of it, which fails with the first that does.
-
-        Raises:
-            Exception: a payload is refused, or there is no memory for it. All of them are discarded.
+        Returns their reader if all have arrived; else a future of it, which fails with the first that does. Raises
+        an error, and discards all of them, if one is refused, or there is no memory for it.
         """
         if self._problem:
             self._discard(self._outside)

@@ -65,8 +65,6 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
-_ANY = 0
-"""In place of a process id: the mapping is in the memory of children as well."""
 
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 """Bits in the last byte of a page's entry in /proc/self/pagemap."""
@@ -84,11 +82,13 @@ class Mapping:
     been called.
     """
 
-    __slots__ = ("_process", "_type", "address", "is_private", "size")
+    __slots__ = ("_process", "_type", "address", "is_inherited", "is_private", "size")
 
     def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
         """Maps the first `size` bytes of a file. Raises OSError."""
         self.is_private = private
+        self.is_inherited = False
+        """Whether forked children may use it: no other bytes may be put there."""
         self.size = 0
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
@@ -101,14 +101,16 @@ class Mapping:
         self.size = size
 
     def __del__(self) -> None:
-        if self.size and self._process in (_ANY, os.getpid()):  # else what a child has there is not this
+        if self.size and (
+            self.is_inherited or self._process == os.getpid()
+        ):  # else a child has something else there
             _libc.munmap(self.address, self.size)
 
     def share_with_children(self) -> None:
         """Has the children that are forked from now on have the file in their memory as well."""
-        if self._process != _ANY:
+        if not self.is_inherited:
             _libc.madvise(self.address, self.size, _MADV_DOFORK)
-            self._process = _ANY
+            self.is_inherited = True
 
     def buffer(self) -> "ctypes.Array[ctypes.c_char]":
         """Returns the bytes as a writable buffer, a new object."""
@@ -163,8 +165,6 @@ class _BuffersInUse:
         self._on_end = on_end
         self._buffers: dict[int, weakref.ref[_Memory]] = {}
         """By the number of their segment."""
-        self._pinned: set[int] = set()
-        """The numbers of the segments that a forked child may still use."""
         _made_here.add(self)
 
     def __contains__(self, number: int) -> bool:
@@ -182,20 +182,11 @@ class _BuffersInUse:
         found = self._buffers.get(number)
         return None if found is None else found()
 
-    def is_pinned(self, number: int) -> bool:
-        """Returns whether a forked child may use a segment: no other bytes may be put there."""
-        return number in self._pinned
-
     def pin(self) -> None:
         """Has a child that is about to be forked have the segments that are in use, as they are."""
-        for number, found in list(self._buffers.items()):
+        for found in list(self._buffers.values()):
             if (buffer := found()) is not None:
                 buffer.mapping.share_with_children()  # type: ignore[attr-defined]
-                self._pinned.add(number)
-
-    def discard(self, number: int) -> None:
-        """Discards what is known of a segment that is not used again."""
-        self._pinned.discard(number)
 
     def _end(self, number: int, buffer: "weakref.ref[_Memory]") -> None:
         if self._buffers.get(number) is buffer:  # else the segment is in use again
@@ -274,7 +265,7 @@ class SegmentPool:
         self._in_use: dict[int, Segment] = {}
         """The segments that some receiver has the bytes of, by number."""
         self.spent: list[Segment] = []
-        """Those that are dropped for the children that may read them, and that the receivers may still know."""
+        """Those that are not used again, and that receivers may still know. Not counted by the limit."""
         self._ended_here: deque[int] = deque()
         """The numbers of segments whose bytes were in use here, and are not any more; added by finalizers."""
         self._buffers = _BuffersInUse(self._ended_here.append)
@@ -285,11 +276,9 @@ class SegmentPool:
         """Whether something has been put since the last `remove_idle`."""
 
     def put(self, data: memoryview | Gathered) -> tuple[Segment, bool] | None:
-        """Copies bytes into a segment, which its receivers then own.
+        """Copies bytes into a segment, which its receivers then own; returns None if there is no memory for it.
 
-        Returns:
-            The segment, and whether it is new: then its descriptor has to be sent, and closed after that. None if
-            there is no memory for it within the limit.
+        Also returns whether the segment is new: then its descriptor has to be sent, and closed after that.
         """
         self._was_used = True
         size = max(MIN_SEGMENT_BYTES, 1 << (data.nbytes - 1).bit_length())
@@ -352,13 +341,6 @@ class SegmentPool:
         self._buffers.begin(number, buffer)
         return memoryview(buffer).cast("B")[:nbytes]
 
-    def discard(self, segment: Segment) -> None:
-        """Drops a segment that has been put, of which no receiver has been told."""
-        with self._lock:
-            removed = self._in_use.pop(segment.number, None)
-        if removed is not None:
-            self._limit.release([segment.size])
-
     # The methods that drop segments return them, because unmapping takes long.
 
     def remove_receiver(self, receiver: Hashable) -> list[Segment]:
@@ -372,7 +354,12 @@ class SegmentPool:
             self._is_closed |= is_last  # so that nothing is put into what it has sent back
             for segment in list(self._in_use.values()):
                 self._return(segment, receiver)
-        return self.close() if is_last else []
+            if not is_last:
+                return []
+            in_use = list(self._in_use.values())  # with what has come back in them
+            self._in_use.clear()
+        self._limit.release([segment.size for segment in in_use])
+        return [*in_use, *self._drop_free(), *self.take_spent()]
 
     def remove_idle(self) -> list[Segment]:
         """Drops the free segments, if nothing has been put since the last call, and those that are spent.
@@ -396,15 +383,6 @@ class SegmentPool:
             if not self._in_use and not any(self._free.values()):
                 self._is_closed = True
             return self._is_closed
-
-    def close(self) -> list[Segment]:
-        """Drops all segments, and returns them; the receivers are gone, or keep what they have mapped."""
-        with self._lock:
-            self._is_closed = True
-            in_use = list(self._in_use.values())
-            self._in_use.clear()
-        self._limit.release([segment.size for segment in in_use])
-        return [*in_use, *self._drop_free(), *self.take_spent()]
 
     def _drop_free(self) -> list[Segment]:
         with self._lock:
@@ -440,7 +418,7 @@ class SegmentPool:
             number = self._ended_here.popleft()
             segment = self._in_use.get(number)
             if segment is not None and _HERE in segment.holders:
-                segment.is_spent |= self._buffers.is_pinned(number)
+                segment.is_spent |= segment.mapping.is_inherited
                 self._set_free(segment)
 
 
@@ -457,12 +435,10 @@ class MappedSegments:
     """
 
     def __init__(self, max_bytes: int, on_released: Callable[[], None]) -> None:
-        """Has mapped nothing yet.
+        """Maps at most `max_bytes` at a time.
 
-        Args:
-            max_bytes: of all segments that are mapped at a time.
-            on_released: called when there is something in `released`, or for `take_spent`. Finalizers call it: it
-                must take no lock.
+        `on_released` is called when there is something in `released`, or for `take_spent`. Finalizers call it: it
+        must take no lock.
         """
         self._max_bytes = max_bytes
         self._on_released = on_released
@@ -490,8 +466,7 @@ class MappedSegments:
     def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Maps a segment: see `SegmentListener.on_segment`. If that would be too much, payloads in it are refused.
 
-        Raises:
-            ValueError: the descriptor is no segment of this size, or the number is in use.
+        Raises ValueError if the descriptor is no segment of this size, or the number is in use.
         """
         self.highest = max(self.highest, number)
         if self._is_closed:
@@ -548,7 +523,7 @@ class MappedSegments:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")
         if mapped.is_private and self._are_written_to:
             copied = np.frombuffer(memoryview(mapped.buffer()), np.uint8, nbytes).copy()
-            self._return(number)
+            self.release(number)
             return copied.data
         buffer = mapped.buffer()
         self._in_use.begin(number, buffer)
@@ -559,20 +534,19 @@ class MappedSegments:
         if number in self._refused:
             self._spend(number)
         elif number in self._maps and number not in self._in_use:
-            self._release(number)
+            self._discard_and_release(number)
 
     def begin_send_back(self, address: int, nbytes: int) -> int | None:
         """Has the segment that begins at an address go back with its bytes, unless something refers to them then.
 
-        Returns:
-            Its number, for `end_send_back`. None if that cannot be: it is no segment, or a small part of one, or
-            only this worker sees what has been written to it, or something else is to happen to it.
+        Returns its number, for `end_send_back`. None if that cannot be: it is no segment, or a small part of one,
+        or only this worker sees what has been written to it, or something else is to happen to it.
         """
         number = self._numbers.get(address)
         mapped = None if number is None else self._maps.get(number)
         if number is None or mapped is None or mapped.is_private or not _may_send_back(nbytes, mapped.size):
             return None
-        if number not in self._in_use or self._in_use.is_pinned(number):
+        if number not in self._in_use or mapped.is_inherited:
             return None
         mine = object()
         return number if self._going_back.setdefault(number, mine) is mine else None
@@ -580,24 +554,21 @@ class MappedSegments:
     def end_send_back(self, number: int) -> _Memory | None:
         """Returns None if a segment goes back with its bytes; else the bytes, to which something still refers."""
         buffer = self._in_use.buffer(number)
-        if buffer is None and self._in_use.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
+        if buffer is None and (mapped := self._maps.get(number)) is not None and mapped.is_inherited:
             buffer = mapped.buffer()  # a child has been forked since `begin_send_back`
             self._in_use.begin(number, buffer)
         if buffer is not None:
             self._going_back.pop(number, None)
         return buffer
 
-    def abort_send_back(self, number: int) -> None:
-        """Has a segment go back without its bytes, after `end_send_back`, because the message is not sent."""
-        self._return(number)
-
     def _on_unused(self, number: int) -> None:
         """Has a segment go back to which nothing refers. Called by finalizers."""
-        if self._in_use.is_pinned(number):
+        mapped = self._maps.get(number)
+        if mapped is not None and mapped.is_inherited:
             if number not in self._going_back:  # else `end_send_back` still needs its bytes
                 self._spend(number)
         elif self._going_back.pop(number, None) is None:
-            self._release(number)
+            self._discard_and_release(number)
 
     def take_spent(self) -> tuple[list[int], list[Mapping]]:
         """Removes the segments that are not used any more, and not to be used again.
@@ -607,10 +578,9 @@ class MappedSegments:
         spent = []
         while self._spent:
             spent.append(self._spent.popleft())
-            self._in_use.discard(spent[-1])
         return spent, self.remove(spent)
 
-    def _release(self, number: int) -> None:
+    def _discard_and_release(self, number: int) -> None:
         mapped = self._maps.get(number)
         if mapped is not None and mapped.is_private:
             try:
@@ -618,13 +588,14 @@ class MappedSegments:
             except OSError as error:
                 log.warning("cannot use a segment of %d bytes again: %s", mapped.size, error)
                 return
-        self._return(number)
+        self.release(number)
 
     def _spend(self, number: int) -> None:
         self._spent.append(number)
         self._on_released()
 
-    def _return(self, number: int) -> None:
+    def release(self, number: int) -> None:
+        """Has the other worker told of a segment, or another thing, that is not used any more. Takes no lock."""
         self.released.append(number)
         self._on_released()
 

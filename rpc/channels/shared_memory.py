@@ -161,7 +161,7 @@ class PeerSegments:
     def withdraw(self, payload: agent_pb2.Payload) -> None:
         """Takes back the segment of an envelope that was not sent, or gives it back without this."""
         if payload.segment.sent_back:
-            self.mapped.abort_send_back(payload.segment.number)
+            self.mapped.release(payload.segment.number)
         else:
             self.on_released([payload.segment.number])
 
@@ -213,11 +213,6 @@ class PeerSegments:
         return used
 
     # Giving back.
-
-    def release(self, number: int) -> None:
-        """Tells the other worker of something else that is not used any more, with its segments. Takes no lock."""
-        self.mapped.released.append(number)
-        self._on_returned()
 
     def _on_returned(self) -> None:
         """Has the segment given back soon. Called by finalizers: takes no lock."""
@@ -342,7 +337,8 @@ class SegmentBroadcast:
             return None
         segment, is_new = put
         if is_new and not self._announce(segment):
-            self._pool.discard(segment)
+            for receiver in self._receivers:
+                self._pool.take_back(receiver, [segment.number], spent=True)
             return None
         return segment
 

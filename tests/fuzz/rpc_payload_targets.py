@@ -250,7 +250,7 @@ async def _map(frame: agent_pb2.Frame) -> None:
     peer: Any = _Peer()
     executor: Any = _Executor()
     runtime: Any = _Runtime()
-    segments = SimpleNamespace(is_connected=True, release=released.append)
+    segments = SimpleNamespace(is_connected=True, mapped=SimpleNamespace(release=released.append))
     memory: Any = SimpleNamespace(segments=segments)
     devices = Devices(_loop, executor, RpcBackendOptions(channels=OPTIONS), lambda: runtime)
     channel = CudaIpcChannel(peer, devices, memory)

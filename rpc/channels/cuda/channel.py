@@ -123,7 +123,7 @@ class CudaIpcChannel:
     def _find_mapped(self) -> MappedDeviceSegments | None:
         segments = self._shared_memory.segments
         if self._mapped is None and not self._devices.is_closed and segments.is_connected:
-            self._mapped = MappedDeviceSegments(segments.release, self._on_unused)
+            self._mapped = MappedDeviceSegments(segments.mapped.release, self._on_unused)
         return self._mapped
 
     def _map(self, mapped: MappedDeviceSegments | None, segment: agent_pb2.DeviceSegment) -> None:

@@ -365,7 +365,7 @@ def test_a_pool_makes_what_it_lacks_within_its_limit():
     assert pool.remove_idle() == []
     assert pool.remove_idle() == [first]
     assert limit.used == 128 << 10
-    pool.close()
+    pool.remove_receiver("receiver")
     assert limit.used == 0
     assert pool.put(memoryview(bytes(1))) is None
     for segment in (first, second):
