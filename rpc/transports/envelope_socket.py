@@ -150,41 +150,6 @@ _Arrived = tuple[agent_pb2.Envelope, int] | tuple[agent_pb2.Envelope, int, memor
 
 
 @final
-class _LargeEnvelope:
-    """Memory for an envelope of which more has to come than is read at a time, or for what follows one."""
-
-    def __init__(self, memory: memoryview, finish: Callable[[], _Arrived]) -> None:
-        self.missing = memory
-        """What has not arrived."""
-        self.finish = finish
-        """Returns what has arrived when nothing is missing. Raises DecodeError."""
-
-    def read(self, connection: AnySocket) -> bytes:
-        """Reads what has arrived; returns what belongs to the frames after it.
-
-        Raises BlockingIOError if nothing has, and ConnectionResetError if the peer has closed the connection.
-        """
-        if isinstance(connection, TlsSocket):  # decrypts all that has arrived
-            data = connection.recv()
-            count = self.fill(data)
-            after = data[count:]
-        else:
-            count = connection.recv_into(self.missing)
-            self.missing = self.missing[count:]
-            after = b""
-        if not count:
-            raise ConnectionResetError
-        return after
-
-    def fill(self, data: bytes | memoryview) -> int:
-        """Takes as much of some bytes as is missing; returns how many."""
-        count = min(len(data), len(self.missing))
-        self.missing[:count] = data[:count]
-        self.missing = self.missing[count:]
-        return count
-
-
-@final
 class FrameReader:
     """The receiving half of one socket. Used by one thread at a time."""
 
@@ -211,9 +176,9 @@ class FrameReader:
         """In the order of their frames; _NONE for each that this process had no place for."""
         self._beginning = b""
         """Bytes of a frame whose rest has not arrived."""
-        self.large: _LargeEnvelope | None = None
-        """The envelope that is being received, or what follows one, if more is to come than is read at a time: the
-        next bytes are to be read by `read_large`."""
+        self.large: tuple[memoryview, Callable[[], _Arrived]] | None = None
+        """If more has to come of an envelope, or of what follows one, than is read at a time: the memory for what
+        has not arrived, and what returns all of it then, or raises DecodeError. See `read_large`."""
         self.pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned. Whoever has waited for it resets it."""
 
@@ -232,13 +197,22 @@ class FrameReader:
 
     def read_large(self, connection: AnySocket) -> bool:
         """Reads what has arrived of a large envelope, and returns and raises what `take` does, and OSErrors."""
-        large = self.large
-        assert large is not None
-        after = large.read(connection)
-        if large.missing:
+        assert self.large is not None
+        missing, finish = self.large
+        after = b""
+        if isinstance(connection, TlsSocket):  # decrypts all that has arrived
+            data = connection.recv()
+            count = min(len(data), len(missing))
+            missing[:count], after = data[:count], data[count:]
+        else:
+            count = connection.recv_into(missing)
+        if not count:
+            raise ConnectionResetError
+        if count < len(missing):
+            self.large = missing[count:], finish
             return False
         self.large = None
-        self._deliver(*large.finish())
+        self._deliver(*finish())
         return self.take(after) if after else False
 
     def take(self, data: bytes) -> bool:
@@ -286,8 +260,8 @@ class FrameReader:
     def _begin_large(self, nbytes: int, beginning: bytes) -> None:
         """Begins to receive an envelope of more than READ_BYTES."""
         data = bytearray(nbytes)
-        self.large = _LargeEnvelope(memoryview(data), lambda: parse_envelope(bytes(data)))
-        self.large.fill(beginning)
+        data[: len(beginning)] = beginning
+        self.large = memoryview(data)[len(beginning) :], lambda: parse_envelope(bytes(data))
 
     def _take_attached(self, data: bytes, following: memoryview) -> int:
         """Begins to receive what follows an envelope, into memory of its own; returns how much of it is there."""
@@ -298,10 +272,10 @@ class FrameReader:
         if not 0 < attached_nbytes <= MAX_ATTACHED_BYTES:
             raise DecodeError(f"{attached_nbytes} bytes that are attached to an envelope")
         memory = self._allocate(attached_nbytes)
-        large = _LargeEnvelope(memory, lambda: (envelope, nbytes + attached_nbytes, memory))
-        count = large.fill(following)
-        if large.missing:
-            self.large = large
+        count = min(len(following), attached_nbytes)
+        memory[:count] = following[:count]
+        if count < attached_nbytes:
+            self.large = memory[count:], lambda: (envelope, nbytes + attached_nbytes, memory)
         else:
             self._deliver(envelope, nbytes + attached_nbytes, memory)
         return count
