@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, Protocol, final
+from typing import ClassVar, Protocol, TypeAlias, final
 
 from torch import Tensor
 from torch.distributed import DistStoreError
@@ -46,8 +46,10 @@ __all__ = [
     "Engine",
     "EngineFactory",
     "OperationWithFinalStep",
+    "Pending",
     "PendingOperation",
     "Setup",
+    "Tensors",
     "chunks",
     "peek",
 ]
@@ -88,6 +90,12 @@ class PendingOperation(Protocol):
 
         The callback may run on any thread, must not raise, and must not wait for other operations.
         """
+
+
+Pending: TypeAlias = PendingOperation | None
+"""What an operation of an engine returns: None if it is done."""
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 
 def peek(pending: PendingOperation) -> bool:
@@ -202,53 +210,47 @@ class Engine(ABC):
         """What `fail` was called with first."""
         self._setup = setup
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Copies `tensor` of rank `root` to all ranks' `tensor`, which have its size and dtype."""
         raise self.unsupported("broadcast")
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending:
         """Reduces all ranks' `tensor` element by element; every rank's `tensor` gets the same bits."""
         raise self.unsupported("all_reduce")
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending:
         """Reduces all ranks' `tensor` into that of rank `root`; on other ranks it is undefined afterwards."""
         raise self.unsupported("reduce")
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> Pending:
         """Copies rank i's `tensor` to `outputs[i]` on every rank.
 
         Sizes may differ between ranks; `outputs[i]` then has the size of rank i's tensor.
         """
         raise self.unsupported("all_gather")
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending:
         """Concatenates all ranks' `tensor`, of n elements each, into `output`, of `size * n` elements.
 
         `tensor` may be this rank's chunk of `output`, as in FSDP.
         """
         return self.all_gather(chunks(output, self.size), tensor, timeout)
 
-    def gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
-    ) -> PendingOperation | None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Copies rank i's `tensor` to `outputs[i]` on rank `root`; `outputs` is empty on other ranks.
 
         All tensors have one size.
         """
         raise self.unsupported("gather")
 
-    def scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
-    ) -> PendingOperation | None:
+    def scatter(self, tensor: Tensor, inputs: Tensors, root: int, timeout: float) -> Pending:
         """Copies `inputs[i]` of rank `root` to rank i's `tensor`; `inputs` is empty on other ranks.
 
         All tensors have one size.
         """
         raise self.unsupported("scatter")
 
-    def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    def reduce_scatter(self, tensor: Tensor, inputs: Tensors, reduction: Reduction, timeout: float) -> Pending:
         """Reduces all ranks' `inputs[i]` into rank i's `tensor`.
 
         `inputs` are not changed. `inputs[i]` have one size on all ranks, which may differ for different i.
@@ -257,31 +259,29 @@ class Engine(ABC):
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    ) -> Pending:
         """Reduces the i-th of `size` equal chunks of all ranks' `whole` into rank i's `tensor`.
 
         `tensor` may be this rank's chunk of `whole`, which is not changed otherwise.
         """
         return self.reduce_scatter(tensor, chunks(whole, self.size), reduction, timeout)
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
-    ) -> PendingOperation | None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> Pending:
         """Copies rank j's `inputs[i]` to rank i's `outputs[j]`.
 
         These two have one size; other pairs may have another.
         """
         raise self.unsupported("all_to_all")
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending:
         """Copies the i-th of `size` equal chunks of rank j's `whole` to the j-th chunk of rank i's `output`."""
         return self.all_to_all(chunks(output, self.size), chunks(whole, self.size), timeout)
 
-    def barrier(self, timeout: float) -> PendingOperation | None:
+    def barrier(self, timeout: float) -> Pending:
         """Returns, or is done, once all ranks have called it."""
         raise self.unsupported("barrier")
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending:
         """Sends `tensor` to the `recv` of rank `peer` with this tag.
 
         Messages to one peer with one tag arrive in the order in which they were sent. The operation may be done
@@ -306,7 +306,7 @@ class Engine(ABC):
 
     def start(
         self, steps: Sequence[Callable[[], PendingOperation | int | None]], finish: Callable[[], None] | None
-    ) -> PendingOperation | None:
+    ) -> Pending:
         """Starts several operations of a non-blocking engine as one. Runs on the caller's thread.
 
         An engine may override this to coalesce the operations into one message or one launch.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from .base import Engine, PendingOperation
+from .base import Engine, Pending, Tensors
 from .reductions import Reduction
 
 __all__ = ["AgreeingEngine", "encode", "encode_parts", "mismatch", "operation_of"]
@@ -60,7 +60,7 @@ def encode(
     return code
 
 
-def encode_parts(reduction: Reduction, parts: Sequence[Tensor]) -> int:
+def encode_parts(reduction: Reduction, parts: Tensors) -> int:
     """Returns the fingerprint of a reduce_scatter of a part for each rank; all ranks have the same sizes."""
     sizes = [part.nbytes for part in parts]
     checksum = 0 if len(set(sizes)) == 1 else zlib.crc32(repr(sizes).encode()) % (1 << _ROOT_BITS)
@@ -110,7 +110,7 @@ class AgreeingEngine(Engine):
     def exchange_fingerprints(self, received: Tensor, sent: Tensor) -> None:
         """Sends element i of `sent` to rank i, and waits until `received` has those of all ranks for this one."""
 
-    def barrier(self, timeout: float) -> PendingOperation | None:
+    def barrier(self, timeout: float) -> Pending:
         """Waits until all ranks agree that this is a barrier."""
         self.agree(timeout, encode("barrier"))
         return None

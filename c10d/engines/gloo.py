@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, final
@@ -30,7 +30,7 @@ from ...torch_internals import AllgatherOptions
 from ..rendezvous.hosts import gather_consenting_hosts
 from ..stores.views import PrefixStore, store_host
 from ..torch_types import TorchWork
-from .base import CombinedOperation, OperationWithFinalStep, PendingOperation, Setup
+from .base import CombinedOperation, OperationWithFinalStep, Pending, PendingOperation, Setup, Tensors
 from .fingerprint import AgreeingEngine, encode, encode_parts
 from .reductions import Reduction, combine_all, finish, prepare, prepared
 from .staging import as_bytes, flat, join_bytes, split_bytes
@@ -73,19 +73,19 @@ class GlooEngine(AgreeingEngine):
 
     # Collectives. Each reaches an agreement with the other ranks, and then starts operations of Gloo.
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Broadcasts by Gloo."""
         self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
         return self._broadcast(tensor, root)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> PendingOperation | None:
+    def _broadcast(self, tensor: Tensor, root: int) -> Pending:
         if not tensor.numel():
             return None
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._start("broadcast", options, [_movable(tensor)])
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending:
         """Reduces by Gloo, or else gathers and combines on every rank."""
         self.agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
@@ -99,7 +99,7 @@ class GlooEngine(AgreeingEngine):
         options.reduceOp = _reduce_op(reduction, tensor)
         return self._divided(self._start("allreduce", options, [tensor]), reduction, tensor)
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending:
         """Reduces by Gloo, or else gathers and combines on the root."""
         self.agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         if not tensor.numel():
@@ -116,7 +116,7 @@ class GlooEngine(AgreeingEngine):
         options.rootRank = root
         return self._divided(self._start("reduce", options, [tensor]), reduction, tensor)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> Pending:
         """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
         expected = [encode("all_gather", output.nbytes) for output in outputs]
         self.agree(timeout, expected[self.rank], expected)
@@ -129,24 +129,22 @@ class GlooEngine(AgreeingEngine):
         started = [self._broadcast(output, root) for root, output in enumerate(outputs)]
         return CombinedOperation([each for each in started if each is not None])
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending:
         """Gathers by Gloo."""
         self.agree(timeout, encode("all_gather", tensor.nbytes))
         return self._all_gather_single(output, tensor)
 
-    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> PendingOperation | None:
+    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> Pending:
         if not tensor.numel():
             return None
         return self._start("_allgather_base", AllgatherOptions(), _movable(output), _movable(tensor))
 
-    def gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
-    ) -> PendingOperation | None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Gathers by Gloo; all tensors must have one size."""
         self.agree(timeout, encode("gather", tensor.nbytes, root=root))
         return self._gather(outputs, tensor, root)
 
-    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PendingOperation | None:
+    def _gather(self, outputs: Tensors, tensor: Tensor, root: int) -> Pending:
         if not tensor.numel():
             return None
         options = dist.GatherOptions()
@@ -154,9 +152,7 @@ class GlooEngine(AgreeingEngine):
         lists = [[_movable(output) for output in outputs]] if self.rank == root else []
         return self._start("gather", options, lists, [_movable(tensor)])
 
-    def scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
-    ) -> PendingOperation | None:
+    def scatter(self, tensor: Tensor, inputs: Tensors, root: int, timeout: float) -> Pending:
         """Scatters by Gloo; all tensors must have one size."""
         self.agree(timeout, encode("scatter", tensor.nbytes, root=root))
         if not tensor.numel():
@@ -166,9 +162,7 @@ class GlooEngine(AgreeingEngine):
         lists = [[_movable(each) for each in inputs]] if self.rank == root else []
         return self._start("scatter", options, [_movable(tensor)], lists)
 
-    def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    def reduce_scatter(self, tensor: Tensor, inputs: Tensors, reduction: Reduction, timeout: float) -> Pending:
         """Exchanges the inputs by all_to_all and combines them on each rank."""
         # Gloo's own reduce_scatter is an all_reduce whose result is mostly discarded.
         self.agree(timeout, encode_parts(reduction, inputs))
@@ -179,22 +173,20 @@ class GlooEngine(AgreeingEngine):
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    ) -> Pending:
         """Exchanges the chunks by all_to_all and combines them on each rank."""
         self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         parts = tensor.new_empty(self.size, tensor.numel())
         pending = self._all_to_all_single(parts, prepared(reduction, whole))
         return _then(pending, lambda: combine_all(reduction, parts, flat(tensor)))
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
-    ) -> PendingOperation | None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> Pending:
         """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
         sent = [encode("all_to_all", each.nbytes) for each in inputs]
         self.agree(timeout, sent, [encode("all_to_all", each.nbytes) for each in outputs])
         return self._all_to_all(outputs, inputs)
 
-    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> PendingOperation | None:
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors) -> Pending:
         sent, sizes = join_bytes(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
@@ -202,12 +194,12 @@ class GlooEngine(AgreeingEngine):
         pending = self._start("alltoall_base", options, received, sent, sizes, sent_sizes)
         return _then(pending, lambda: split_bytes(received, outputs))
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending:
         """Exchanges the chunks by Gloo."""
         self.agree(timeout, encode("all_to_all", whole.nbytes // self.size))
         return self._all_to_all_single(output, whole)
 
-    def _all_to_all_single(self, output: Tensor, whole: Tensor) -> PendingOperation | None:
+    def _all_to_all_single(self, output: Tensor, whole: Tensor) -> Pending:
         if not output.numel():
             return None
         options = dist.AllToAllOptions()
@@ -237,7 +229,7 @@ class GlooEngine(AgreeingEngine):
 
     # Point-to-point messages
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending:
         """Sends by Gloo; a rank cannot send to itself."""
         if peer == self.rank:  # Gloo would fail the group
             raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
@@ -346,7 +338,7 @@ def _movable(tensor: Tensor) -> Tensor:
     return flat(tensor) if tensor.dtype in _REDUCIBLE else as_bytes(tensor)
 
 
-def _then(pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
+def _then(pending: Pending, function: Callable[[], None]) -> Pending:
     return None if pending is None else OperationWithFinalStep(pending, function)
 
 

@@ -122,7 +122,7 @@ def _replay(path: Path, data: bytes) -> None:
     log = OperationLog(str(path))
     state = KeyValueState()
     try:
-        assert log.lock.try_acquire(exclusive=True)
+        assert log.try_lock(exclusive=True)
         with suppress(StoreError):
             for operation in log.read():
                 state.apply(operation)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ProcessGroupError, RankLostError, UnsupportedOperationError
-from ..base import DIED, CombinedOperation, PendingOperation, Setup
+from ..base import DIED, CombinedOperation, Pending, PendingOperation, Setup, Tensors
 from ..fingerprint import AgreeingEngine, encode, encode_parts
 from ..reductions import Reduction, finish, prepare
 from ..staging import as_bytes, flat, join_bytes, split_bytes
@@ -85,26 +85,24 @@ class MpiEngine(AgreeingEngine):
     def exchange_fingerprints(self, received: Tensor, sent: Tensor) -> None:
         """Exchanges them by MPI_Ialltoall."""
         arguments = self._comm.Ialltoall, self._raw(sent), self._raw(received)
-        self._start(self.operation, self.timeout, *arguments, buffers=(sent, received)).wait(None)
+        self._collective(*arguments, buffers=(sent, received)).wait(None)
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Broadcasts bytes, by MPI_Ibcast."""
         self.agree(timeout, encode("broadcast", tensor.nbytes, root=root))
 
         def start(piece: Tensor) -> MpiOperation:
-            return self._start("broadcast", timeout, self._comm.Ibcast, self._raw(piece), root, buffers=piece)
+            return self._collective(self._comm.Ibcast, self._raw(piece), root, buffers=piece)
 
         return self._in_pieces(tensor, start)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending:
         """Reduces numbers, by MPI_Iallreduce."""
         self.agree(timeout, encode("all_reduce", tensor.nbytes, reduction=reduction, dtype=tensor.dtype))
 
         def start(piece: Tensor) -> MpiOperation:
             own = _Reducible.of(piece, reduction)
-            return self._start(
-                "all_reduce",
-                timeout,
+            return self._collective(
                 self._comm.Iallreduce,
                 self._mpi.IN_PLACE,
                 own.spec(self._mpi),
@@ -115,7 +113,7 @@ class MpiEngine(AgreeingEngine):
 
         return self._in_pieces(tensor, start)
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending:
         """Reduces numbers, by MPI_Ireduce."""
         self.agree(timeout, encode("reduce", tensor.nbytes, root=root, reduction=reduction, dtype=tensor.dtype))
         is_root = self.rank == root
@@ -123,9 +121,7 @@ class MpiEngine(AgreeingEngine):
         def start(piece: Tensor) -> MpiOperation:
             own = _Reducible.of(piece, reduction)
             numbers = own.spec(self._mpi)
-            return self._start(
-                "reduce",
-                timeout,
+            return self._collective(
                 self._comm.Ireduce,
                 self._mpi.IN_PLACE if is_root else numbers,
                 numbers if is_root else None,
@@ -137,7 +133,7 @@ class MpiEngine(AgreeingEngine):
 
         return self._in_pieces(tensor, start)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> Pending:
         """Gathers bytes, by MPI_Iallgather if the sizes are equal or else MPI_Iallgatherv, through one buffer."""
         sizes = [output.nbytes for output in outputs]
         self._check_count("all_gather", sum(sizes))
@@ -148,9 +144,7 @@ class MpiEngine(AgreeingEngine):
             function, target = self._comm.Iallgather, self._raw(whole)
         else:
             function, target = self._comm.Iallgatherv, self._parts(whole, sizes)
-        return self._start(
-            "all_gather",
-            timeout,
+        return self._collective(
             function,
             self._raw(tensor),
             target,
@@ -158,32 +152,26 @@ class MpiEngine(AgreeingEngine):
             finish=lambda: split_bytes(whole, outputs),
         )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending:
         """Gathers bytes, by MPI_Iallgather."""
         self._check_count("all_gather", tensor.nbytes)
         self.agree(timeout, encode("all_gather", tensor.nbytes))
         if _share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
             tensor = tensor.clone()
-        return self._start(
-            "all_gather",
-            timeout,
+        return self._collective(
             self._comm.Iallgather,
             self._raw(tensor),
             self._raw(output),
             buffers=(tensor, output),
         )
 
-    def gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
-    ) -> PendingOperation | None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> Pending:
         """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
         self._check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
         self.agree(timeout, encode("gather", tensor.nbytes, root=root))
         sizes = [output.nbytes for output in outputs]
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
-        return self._start(
-            "gather",
-            timeout,
+        return self._collective(
             self._comm.Igatherv,
             self._raw(tensor),
             self._parts(whole, sizes) if outputs else None,
@@ -192,9 +180,7 @@ class MpiEngine(AgreeingEngine):
             finish=lambda: split_bytes(whole, outputs),
         )
 
-    def scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
-    ) -> PendingOperation | None:
+    def scatter(self, tensor: Tensor, inputs: Tensors, root: int, timeout: float) -> Pending:
         """Scatters bytes, by MPI_Iscatterv, through one buffer on the root."""
         self._check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
         self.agree(timeout, encode("scatter", tensor.nbytes, root=root))
@@ -203,37 +189,33 @@ class MpiEngine(AgreeingEngine):
             whole = join_bytes(inputs)
             source = self._parts(whole, [each.nbytes for each in inputs])
         target = self._raw(tensor)
-        return self._start("scatter", timeout, self._comm.Iscatterv, source, target, root, buffers=(tensor, whole))
+        return self._collective(self._comm.Iscatterv, source, target, root, buffers=(tensor, whole))
 
-    def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    def reduce_scatter(self, tensor: Tensor, inputs: Tensors, reduction: Reduction, timeout: float) -> Pending:
         """Reduces numbers, by MPI_Ireduce_scatter, from a concatenation of the inputs."""
         sizes = [each.numel() for each in inputs]
         self._check_count("reduce_scatter", sum(sizes))
         self.agree(timeout, encode_parts(reduction, inputs))
         whole = torch.cat([each.view(-1) for each in inputs])
-        return self._reduce_scatter(tensor, whole, sizes, reduction, timeout)
+        return self._reduce_scatter(tensor, whole, sizes, reduction)
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+    ) -> Pending:
         """Reduces numbers, by MPI_Ireduce_scatter."""
         self._check_count("reduce_scatter", whole.numel())
         self.agree(timeout, encode("reduce_scatter", whole.nbytes, reduction=reduction, dtype=whole.dtype))
         if reduction.factor is not None or _share_memory(whole, tensor):
             whole = whole.clone()
-        return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
+        return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction)
 
     def _reduce_scatter(
-        self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction, timeout: float
-    ) -> PendingOperation | None:
+        self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction
+    ) -> Pending:
         """Reduces consecutive parts of `whole`, of `sizes` elements; `whole` may be changed."""
         own = _Reducible.of(whole, reduction)
         result = _Reducible.of(tensor, Reduction("sum"))
-        return self._start(
-            "reduce_scatter",
-            timeout,
+        return self._collective(
             self._comm.Ireduce_scatter,
             own.spec(self._mpi),
             result.spec(self._mpi),
@@ -243,18 +225,14 @@ class MpiEngine(AgreeingEngine):
             finish=lambda: result.write_result(tensor, reduction, self.size),
         )
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
-    ) -> PendingOperation | None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> Pending:
         """Exchanges bytes, by MPI_Ialltoallv, through one buffer for all inputs and one for all outputs."""
         sizes = [output.nbytes for output in outputs]
         self._check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
         given = [encode("all_to_all", each.nbytes) for each in inputs]
         self.agree(timeout, given, [encode("all_to_all", size) for size in sizes])
         sent, received = join_bytes(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
-        return self._start(
-            "all_to_all",
-            timeout,
+        return self._collective(
             self._comm.Ialltoallv,
             self._parts(sent, [each.nbytes for each in inputs]),
             self._parts(received, sizes),
@@ -262,17 +240,17 @@ class MpiEngine(AgreeingEngine):
             finish=lambda: split_bytes(received, outputs),
         )
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending:
         """Exchanges bytes, by MPI_Ialltoall."""
         part = whole.nbytes // self.size
         self._check_count("all_to_all", part)
         self.agree(timeout, encode("all_to_all", part))
         source, target = self._raw(whole), self._raw(output)
-        return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
+        return self._collective(self._comm.Ialltoall, source, target, buffers=(whole, output))
 
     # Point-to-point messages
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending:
         """Sends bytes, by MPI_Isend."""
         self._check_tag("send", tag)
 
@@ -295,6 +273,12 @@ class MpiEngine(AgreeingEngine):
             )
 
         return self._in_pieces(tensor, start)
+
+    def _collective(
+        self, function: Callable[..., Any], *arguments: Any, buffers: Any, finish: Callable[[], None] | None = None
+    ) -> MpiOperation:
+        """Starts the collective that was agreed on last; see `_start`."""
+        return self._start(self.operation, self.timeout, function, *arguments, buffers=buffers, finish=finish)
 
     def _start(
         self,

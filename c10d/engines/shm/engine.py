@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ....errors import CollectiveTimeoutError, UnsupportedOperationError
-from ..base import Engine, Setup
+from ..base import Engine, Setup, Tensors
 from ..fingerprint import encode, encode_parts, mismatch, operation_of
 from ..reductions import Reduction, combine, finish, prepare
 from ..staging import flat, memmove
@@ -152,7 +152,7 @@ class ShmEngine(Engine):
                 source = slots.slot_address(rank) + low * item
                 memmove(piece.data_ptr() + low * item, source, (high - low) * item)
 
-    def _combine(self, reduction: Reduction, parts: Sequence[Tensor], scratch: Tensor, out: Tensor) -> None:
+    def _combine(self, reduction: Reduction, parts: Tensors, scratch: Tensor, out: Tensor) -> None:
         """Writes the reduction of the parts to `out`, which may be one of them if `scratch` is not."""
         if self.size == 1:
             out.copy_(parts[0])
@@ -164,19 +164,17 @@ class ShmEngine(Engine):
             combine(reduction, total, parts[-1], out)
         finish(reduction, out, self.size)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """Gathers through every rank's slot, which all other ranks read."""
         self._slots.start_operation(timeout, encode("all_gather", tensor.nbytes))
         self._gather("all_gather", outputs, tensor, max(output.nbytes for output in outputs), 0)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         """Gathers as all_gather does, but only the root reads the slots."""
         self._slots.start_operation(timeout, encode("gather", tensor.nbytes, root=root))
         self._gather("gather", outputs, tensor, tensor.nbytes, root)
 
-    def _gather(
-        self, operation: str, outputs: Sequence[Tensor], tensor: Tensor, max_bytes: int, root: int
-    ) -> None:
+    def _gather(self, operation: str, outputs: Tensors, tensor: Tensor, max_bytes: int, root: int) -> None:
         """Copies the ranks' tensors, of up to `max_bytes` bytes, to the outputs, if there are any."""
         slots, address = self._slots, tensor.data_ptr()
         fingerprints = [encode(operation, output.nbytes, root=root) for output in outputs]
@@ -195,7 +193,7 @@ class ShmEngine(Engine):
                     memmove(output.data_ptr() + start, source, _bytes_from(output, start, count))
             slots.end_round()
 
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, tensor: Tensor, inputs: Tensors, root: int, timeout: float) -> None:
         """Scatters through all ranks' slots, which the root fills."""
         slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
         slots.start_operation(timeout, encode("scatter", size, root=root))
@@ -212,9 +210,7 @@ class ShmEngine(Engine):
                 memmove(address + start, slots.slot_address(self.rank), count)
             slots.end_round()
 
-    def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> None:
+    def reduce_scatter(self, tensor: Tensor, inputs: Tensors, reduction: Reduction, timeout: float) -> None:
         """Divides every slot into a part for each rank, which reduces its parts of all slots."""
         slots, dtype, item = self._slots, tensor.dtype, tensor.element_size()
         slots.start_operation(timeout, encode_parts(reduction, inputs))
@@ -238,7 +234,7 @@ class ShmEngine(Engine):
                 self._combine(reduction, views, out, out)
             slots.end_round()
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         """Divides every slot into a table of sizes and a part for each rank."""
         slots, part = self._slots, self._part_bytes
         slots.start_operation(timeout, encode("all_to_all"))
