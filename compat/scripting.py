@@ -2,7 +2,7 @@
 
 TorchScript recognizes the functions of torch.distributed.rpc by identity, and compiles them into calls of torch's
 own agent, which does not run under gradwire. It recognizes only torch's RRefs, too:
-gradwire.rpc.execution.script_functions converts them.
+gradwire.rpc.calls.handler converts them.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import RpcError
-from ..rpc.execution.script_functions import check_references
+from ..rpc.calls.handler import check_references
 from ..torch_internals import script_methods
 
 __all__ = ["script"]
