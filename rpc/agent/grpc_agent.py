@@ -99,15 +99,9 @@ class GrpcAgent(RpcAgent):
         extensions: Sequence[ExtensionFactory] = (),
         factories: AgentFactories = AgentFactories(),
     ) -> None:
-        """Makes an agent that does not listen yet.
+        """Makes an agent that does not listen yet, in a group whose name is unique among all groups.
 
-        Args:
-            info: this worker.
-            options: how the agent behaves.
-            group: the name of the group, unique among all groups.
-            roster: the log of joins and leaves.
-            extensions: make the extensions of the agent, in this order, when the members are known.
-            factories: for fault injection and tests.
+        Its extensions are made in this order, when the members are known.
         """
         self.info = info
         self.options = options
@@ -426,7 +420,6 @@ class GrpcAgent(RpcAgent):
         self.worker_events.leave_to_parent(why_useless)
 
     def _close(self, end: WorkerEnd, in_order: bool) -> None:
-        """Ends everything: see `Shutdown`."""
         self._closed = True
         self._calls.close()
         self._server.answering.close()
@@ -458,7 +451,6 @@ class _Dispatcher:
         extensions: Extensions,
         executor: Executor,
     ) -> None:
-        """Makes the dispatcher of one agent."""
         self._caller = caller
         self._server = server
         self._control = control
@@ -466,19 +458,16 @@ class _Dispatcher:
         self._executor = executor
 
     def on_announced(self, peer: Peer, envelope: agent_pb2.Envelope) -> Pause:
-        """Handles an envelope whose payloads have not arrived yet."""
         self._take_control(peer, envelope)
         self._server.arrive(peer, envelope)
         return peer.received.pause
 
     def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
-        """Handles a message whose payloads will not arrive."""
         self._server.drop((peer.id, envelope.id))
 
     def on_message(
         self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
     ) -> Pause:
-        """Handles a message that has arrived."""
         kind = envelope.type
         if not announced and envelope.HasField("control") and self._control.receive(peer.control, envelope):
             if kind == CONTROL:
@@ -501,7 +490,6 @@ class _Dispatcher:
         return None
 
     def on_rejected(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
-        """Handles a message that cannot be read."""
         self._take_control(peer, envelope)
         pause = peer.received.add(0)
         self._executor.submit(self._reject, peer, envelope, error)

@@ -41,20 +41,19 @@ DRAIN_SECONDS = 5.0
 FAREWELL_DIALS = 16
 """The number of unconnected workers that a failing worker dials to say goodbye."""
 
-Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
-"""Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSeams:
     """What fault injection and tests exchange.
 
-    wrap: wraps every transport.
+    wrap: wraps the transport to a worker, which lives on an event loop, in another that changes what it does.
     load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
     """
 
-    wrap: Wrap = lambda transport, _peer, _loop: transport
+    wrap: Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport] = (
+        lambda transport, _peer, _loop: transport
+    )
     load_devices: Callable[[], DeviceRuntime] = TorchDevices
 
 
@@ -112,10 +111,7 @@ class Network:
     def listen(self, where: ListenAddress, messages: MessageListener, watchers: Sequence[WorkerWatcher]) -> str:
         """Starts serving; returns the address at which other workers dial: see `Member.address`.
 
-        Args:
-            where: the address to listen at.
-            messages: handles what arrives.
-            watchers: are told what becomes of other workers; others may be added until `open`.
+        The watchers are told what becomes of other workers; more may be added until `admit`.
         """
         loop, wrap = self._events.loop, self._seams.wrap
         links = Links(loop, self._options.liveness, where, self._evictions, watchers, self._executor)

@@ -55,7 +55,7 @@ class Quiescence:
         all_gathers: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Makes the wait of one agent. Args: unanswered: see `Caller.count_unanswered`."""
+        """Args: unanswered: see `Caller.count_unanswered`."""
         self._agent = agent
         self._calls = calls
         self._server = server
@@ -95,11 +95,9 @@ class Quiescence:
             before = latest
 
     def wait_here(self, timeout: float, deadline: float | None = None) -> None:
-        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds.
+        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds, unless 0.
 
-        Args:
-            timeout: 0 for none.
-            deadline: when these seconds are over, by `time.monotonic`, if they have begun already.
+        The deadline is when these seconds are over, if they have begun already.
         """
         me = self._agent.info.name
         if timeout and deadline is None:
@@ -123,7 +121,6 @@ class Quiescence:
         return self._in_flight() if self._calls.in_flight else "others to shut down"
 
     def _in_flight(self) -> str:
-        """Returns a description of the calls in flight."""
         sent = self._unanswered()
         parts = [f"{count} calls to {name!r}" for name, count in sorted(sent.items())]
         if (served := self._calls.in_flight - sum(sent.values())) > 0:

@@ -378,8 +378,8 @@ class Evictions:
         self._control: ControlMessages
         self._retries: set[asyncio.TimerHandle] = set()
         """Used on the event loop."""
-        self._questions: set[asyncio.Task[Any]] = set()
-        """Those for which threads of the executor wait. Used on the event loop."""
+        self._questions: set[concurrent.futures.Future[Verdict]] = set()
+        """Those for which threads of the executor wait, which has to end after `close`."""
         self._ticking: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -402,7 +402,7 @@ class Evictions:
         for retry in self._retries:
             retry.cancel()
         self._retries.clear()
-        for question in self._questions:
+        for question in self._questions.copy():
             question.cancel()
 
     def evict(self, peer: WorkerInfo, reason: str) -> None:
@@ -450,7 +450,15 @@ class Evictions:
     def _is_agreed(self, peer: WorkerInfo) -> bool:
         """Returns whether no other member vouches for one. Raises RuntimeError if too few can be asked."""
         others = [member for member in self._roster.members() if member.info not in (peer, self._peers.me)]
-        verdict = asyncio.run_coroutine_threadsafe(self._ask(peer, others), self._loop).result()
+        question = asyncio.run_coroutine_threadsafe(self._ask_others(peer, others), self._loop)
+        self._questions.add(question)
+        try:
+            if self._is_closed:  # before it was there to be found
+                question.cancel()
+            verdict = question.result(VERDICT_TIMEOUT_S)
+        finally:
+            question.cancel()
+            self._questions.discard(question)
         if verdict is Verdict.UNDECIDED:
             raise RuntimeError(f"too few members could be asked whether {peer.name!r} lives")
         if verdict is Verdict.STAYS:
@@ -477,19 +485,6 @@ class Evictions:
             self._loop.call_soon_threadsafe(function, *args)
 
     # On the event loop.
-
-    async def _ask(self, peer: WorkerInfo, others: Sequence[Member]) -> Verdict:
-        """Asks others about one until `close`: the executor has to end then, one of whose threads waits for it."""
-        question = asyncio.current_task()
-        assert question is not None
-        self._questions.add(question)
-        try:
-            if self._is_closed:
-                raise asyncio.CancelledError
-            async with asyncio.timeout(VERDICT_TIMEOUT_S):
-                return await self._ask_others(peer, others)
-        finally:
-            self._questions.discard(question)
 
     def _tick(self, before: float) -> None:
         """Reads the log if this process was stopped since the last tick; `before` is the time of that."""
