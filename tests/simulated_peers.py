@@ -8,8 +8,7 @@ from typing import Any, NoReturn, Self
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.peers.flow_control import FlowControl
-from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
-from gradwire.rpc.peers.peers import Peers
+from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts, Peers
 from gradwire.rpc.requests.call import CallCounter, CallParts
 from gradwire.rpc.requests.codec import Extensions
 

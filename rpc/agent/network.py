@@ -24,8 +24,7 @@ from ..membership.addresses import ListenAddress
 from ..membership.evictions import Evictions, RosterFollower, Vouching
 from ..membership.roster import RosterLog
 from ..peers.link import Links
-from ..peers.peer import MessageListener, Peer, PeerParts
-from ..peers.peers import Peers
+from ..peers.peer import MessageListener, Peer, PeerParts, Peers
 from ..transports.base import Transport
 from ..transports.grpc_endpoint import GrpcEndpoint, Handshake
 from ..transports.grpc_stream import GrpcStream, serve_stream

@@ -95,7 +95,7 @@ class Quiescence:
             before = latest
 
     def wait_here(self, timeout: float, deadline: float | None = None) -> None:
-        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds, unless 0.
+        """Waits until no calls are in flight here. Raises RpcTimeoutError after `timeout` seconds; 0 for never.
 
         The deadline is when these seconds are over, if they have begun already.
         """

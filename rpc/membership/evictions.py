@@ -30,7 +30,7 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import SHUT_DOWN, Member, RosterVersion, WorkerEnd, WorkerInfo
 from ..execution.executor import Executor
 from ..peers.link import LinkState
-from ..peers.peers import Peers
+from ..peers.peer import Peers
 from ..transports.grpc_endpoint import VOUCH_METHOD, GrpcEndpoint, RefusedError
 from ..transports.liveness import Reach, probe
 from .addresses import ListenAddress, Presence, presence_of

@@ -1,4 +1,4 @@
-"""A worker as this worker sees it: what there is between the two, and what becomes of it.
+"""The workers as this worker sees them: what there is between it and each other one, and what becomes of that.
 
 A peer is made when its worker becomes a member of the group, and stays when that is lost: a worker that is started
 again in its place has another one. This worker is a peer of its own, which has no link.
@@ -20,7 +20,7 @@ from typing import Any, Protocol, final
 
 from google.protobuf.message import DecodeError
 
-from ...errors import LossCause, SerializationError
+from ...errors import LossCause, SerializationError, UnknownWorkerError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.channels import Channels, LocalChannel, PeerChannels
@@ -46,6 +46,7 @@ __all__ = [
     "Pause",
     "Peer",
     "PeerParts",
+    "Peers",
     "ReceivedQueue",
     "Traffic",
     "check_size",
@@ -561,6 +562,86 @@ _PARTS: Mapping[str, Callable[[Peer], Any]] = {
     "traffic": lambda _: Traffic(),
     "window": lambda peer: Window(peer.info),
 }
+
+
+@final
+class Peers:
+    """The peers of one agent. They are added on one thread, and looked up on any."""
+
+    def __init__(self, me: WorkerInfo, *, dynamic: bool = False) -> None:
+        """Knows nobody yet. Workers join and leave a dynamic group at any time."""
+        self.me = me
+        self.by_id: dict[int, Peer] = {}
+        """All peers, by wire id: current and former ones, and this worker itself."""
+        self.by_name: dict[str, Peer] = {}
+        """The latest incarnation of each worker."""
+        self._by_rank: dict[int, Peer] = {}
+        self._dynamic = dynamic
+
+    def add(self, peer: Peer) -> None:
+        """Adds a peer, which takes the place of those that had its name or its rank."""
+        self.by_id[peer.id] = peer  # first: who is found by name is looked up by id then
+        self.by_name[peer.info.name] = peer
+        self._by_rank[peer.info.id] = peer
+
+    def of(self, worker: WorkerInfo) -> Peer:
+        """Returns the peer that a worker is."""
+        return self.by_id[worker.wire_id]
+
+    def find(self, destination: object) -> Peer:
+        """Returns the latest incarnation of the worker with this name, rank or WorkerInfo.
+
+        Raises:
+            UnknownWorkerError: there is no such member.
+            ValueError: the destination is neither a name, a rank nor a WorkerInfo.
+        """
+        found: Peer | None
+        if isinstance(destination, WorkerInfo):
+            found = self._by_rank.get(destination.id)
+            found = found if found is not None and found.info.name == destination.name else None
+        elif isinstance(destination, bool) or not isinstance(destination, str | int):
+            raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
+        elif isinstance(destination, str):
+            found = self.by_name.get(destination)
+        else:
+            found = self._by_rank.get(destination)
+        if found is None:
+            raise UnknownWorkerError(
+                destination, [peer.info.name for peer in self.current()], dynamic=self._dynamic
+            )
+        return found
+
+    def all(self) -> list[Peer]:
+        """Returns all peers, by id."""
+        peers = self.by_id.copy()
+        return [peers[identifier] for identifier in sorted(peers)]
+
+    def current(self) -> list[Peer]:
+        """Returns the latest incarnation of each worker, by rank; of a dynamic group, those that are not lost."""
+        by_rank = self._by_rank.copy()
+        latest = [by_rank[rank] for rank in sorted(by_rank)]
+        return [peer for peer in latest if peer.end is None] if self._dynamic else latest
+
+    def connected(self) -> list[WorkerInfo]:
+        """Returns the workers that have been connected and are not lost."""
+        links = ((peer.info, peer.link) for peer in self.all())
+        absent = (LinkState.UNCONNECTED, LinkState.LOST)
+        return [info for info, link in links if link is not None and link.state not in absent]
+
+    def close(self) -> None:
+        """Reports nothing that becomes of them any more. Called on the event loop."""
+        for peer in self.all():
+            peer.begin_to_close()
+
+    def traffic(self) -> dict[str, int]:
+        """Returns the sums of what has gone between this worker and its peers."""
+        names = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+        counts = [peer.traffic.counts() for peer in self.all() if peer.is_used]
+        return dict(zip(names, map(sum, zip((0, 0, 0, 0), *counts, strict=True)), strict=True))
+
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        """Returns the state of each link by the worker's name: see `Link.describe`."""
+        return {peer.info.name: peer.link.describe() for peer in self.all() if peer.link is not None}
 
 
 def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:

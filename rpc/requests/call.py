@@ -46,8 +46,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future, error_of
 from ..execution.interruptions import may_have_lock, under_finalizer
 from ..peers.flow_control import FlowControl
-from ..peers.peer import Peer
-from ..peers.peers import Peers
+from ..peers.peer import Peer, Peers
 from .codec import Extensions
 
 __all__ = [

@@ -31,8 +31,7 @@ from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.membership.roster import RosterLog
-from gradwire.rpc.peers.peer import Peer
-from gradwire.rpc.peers.peers import Peers
+from gradwire.rpc.peers.peer import Peer, Peers
 from gradwire.rpc.wire.failures import encode_failure
 from gradwire.rpc.wire.parsing import parse_envelope
 from gradwire.tracing.recording import SETTINGS, ProfileRequest

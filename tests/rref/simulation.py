@@ -31,8 +31,7 @@ from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.membership.roster import RosterLog
-from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts
-from gradwire.rpc.peers.peers import Peers
+from gradwire.rpc.peers.peer import MessageListener, Peer, PeerParts, Peers
 
 from tests.addresses import address_here
 from tests.rref.chance import Chance

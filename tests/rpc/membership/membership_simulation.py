@@ -26,8 +26,7 @@ from gradwire.rpc.membership.addresses import ListenAddress, Presence
 from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vote, verdict_of
 from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.peers.link import Links, LinkState
-from gradwire.rpc.peers.peer import Peer
-from gradwire.rpc.peers.peers import Peers
+from gradwire.rpc.peers.peer import Peer, Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake, RefusedError
 from gradwire.rpc.transports.liveness import Reach
 

@@ -17,7 +17,7 @@ from gradwire.rpc.membership import evictions
 from gradwire.rpc.membership.addresses import Presence
 from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vouching
 from gradwire.rpc.membership.roster import RosterLog
-from gradwire.rpc.peers.peers import Peers
+from gradwire.rpc.peers.peer import Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake
 
 from tests.remote_functions import wait_until
