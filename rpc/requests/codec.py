@@ -58,7 +58,7 @@ class Extensions:
     """
 
     def __init__(self, packer: Packer) -> None:
-        """Args: packer: pickles messages; the extensions register reference types and reducers with it."""
+        """Args: packer: pickles messages; the extensions are added to it, too."""
         self.handlers: dict[MessageType.ValueType, Handler] = _Handlers()
         """The handlers of all extensions, by message type."""
         self._packer = packer
@@ -93,12 +93,7 @@ class Extensions:
     def add(self, extension: Extension) -> None:
         """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
         self._added.append((extension, extension.handlers()))
-        if extension.reference_type is not None:
-            self._packer.register_reference_type(extension.reference_type)
-        self._packer.register_reducers(extension.reducers())
-        if type(extension).find_reducer is not Extension.find_reducer:
-            self._packer.find_reducers_by(extension.find_reducer)
-        self._packer.detach_parameters_if(extension.detaches_parameters)
+        self._packer.add(extension)
         self._extensions = (*self._extensions, extension)
         for kind in type(extension).__mro__:
             self.by_class.setdefault(kind, extension)

@@ -35,7 +35,6 @@ __all__ = [
     "MessageNames",
     "Name",
     "RefusedValueError",
-    "find_exposure",
     "is_method_exposed",
     "show",
 ]
@@ -223,7 +222,7 @@ class MessageNames:
         self.has_run = True
 
     def _exposure(self, name: Name) -> Exposure:
-        found = find_exposure(self._policy, name.module, name.name)
+        found = _find_exposure(self._policy, name.module, name.name)
         if found is not None:
             return found
         shown = show(name.full)
@@ -256,7 +255,7 @@ class MessageNames:
         return rebuilt
 
 
-def find_exposure(policy: Policy, module: str, name: str) -> Exposure | None:
+def _find_exposure(policy: Policy, module: str, name: str) -> Exposure | None:
     """Returns the mark of the function or class of this name, or what `exposed` of the policy makes of it."""
     found = _find(policy, module, name)
     if found is _MISSING:
@@ -268,7 +267,7 @@ def find_exposure(policy: Policy, module: str, name: str) -> Exposure | None:
         return Exposure(found)
     owner, _, attribute = name.rpartition(".")
     if owner and not attribute.startswith("_"):  # such as a class method of an exposed class
-        of_class = find_exposure(policy, module, owner)
+        of_class = _find_exposure(policy, module, owner)
         if of_class is not None and isinstance(of_class.target, type) and not of_class.is_value:
             return Exposure(found)
     return None
@@ -279,7 +278,7 @@ def is_method_exposed(policy: Policy, value: object, name: str) -> bool:
     if type(name) is not str or (name.startswith("_") and name != "__call__"):
         return False
     cls = type(value)
-    of_class = find_exposure(policy, cls.__module__, cls.__qualname__)
+    of_class = _find_exposure(policy, cls.__module__, cls.__qualname__)
     if of_class is not None and of_class.target is cls and not of_class.is_value:
         return True
     exposure = exposure_of(getattr_static(cls, name, None))

@@ -32,6 +32,7 @@ from torch import nn
 from ...errors import SerializationError
 from ...torch_internals import RecursiveScriptModule, load_script, save_script
 from ..contracts.devices import NO_DEVICES, DeviceMap
+from ..contracts.extension import Extension
 from ..contracts.messages import Buffer, Incoming
 from ..contracts.options import BY_NAME, BY_VALUE
 from ..contracts.worker import WorkerInfo
@@ -141,8 +142,8 @@ ONE_TENSOR = pickle.dumps(_OneTensor(), PICKLE_PROTOCOL)
 class Packer:
     """Pickles the values of one agent's messages.
 
-    Functions and classes are sent by name, as in pickle itself, unless the pickler is another. Everything is
-    registered before the first message.
+    Functions and classes are sent by name, as in pickle itself, unless the pickler is another. All extensions are
+    added before the first message.
     """
 
     def __init__(self, pickler: str = BY_NAME) -> None:
@@ -159,27 +160,15 @@ class Packer:
         self._idle: deque[_Extractor] = deque()
         """Picklers that no thread uses: making one takes longer than pickling a small value."""
 
-    def register_reference_type(self, reference_type: type) -> None:
-        """Has instances of exactly this class travel as references."""
-        self._reference_types.append(reference_type)
+    def add(self, extension: Extension) -> None:
+        """Has values pickled as an extension says: references, by its reducers, and Parameters as leaves."""
+        if extension.reference_type is not None:
+            self._reference_types.append(extension.reference_type)
+        self._reducers.update(extension.reducers())
+        if type(extension).find_reducer is not Extension.find_reducer:
+            self._finders.append(extension.find_reducer)
+        self._detaches.append(extension.detaches_parameters)
         self._idle.clear()
-
-    def register_reducers(self, reducers: Mapping[type, Reducer]) -> None:
-        """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
-        self._reducers.update(reducers)
-        self._idle.clear()
-
-    def find_reducers_by(self, find: Finder) -> None:
-        """Has a function look for the reducers of classes that have none here, before `copyreg` is asked."""
-        self._finders.append(find)
-        self._idle.clear()
-
-    def detach_parameters_if(self, predicate: Callable[[object], bool]) -> None:
-        """Has every Parameter of a value that satisfies `predicate` arrive as a leaf.
-
-        Parameters of modules and optimizers always do.
-        """
-        self._detaches.append(predicate)
 
     def pack(self, value: object, label: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
         """Pickles a value.

@@ -327,14 +327,21 @@ VALUES = st.recursive(
 @given(captured=VALUES, rows=st.integers(0, 80), with_reference=st.booleans())
 def test_what_a_closure_captures_arrives(captured, rows, with_reference):
     """Packs and unpacks without workers: the namespaces of one message do not leak into the next."""
+    from gradwire.rpc.contracts.extension import Extension
     from gradwire.rpc.wire.pickling import Packer, unpickle
 
     class Reference:
         def __reduce__(self):
             raise AssertionError("references are not pickled")
 
+    class References(Extension):
+        reference_type = Reference
+
+        def __init__(self):
+            """Needs no agent."""
+
     packer = Packer("cloudpickle")
-    packer.register_reference_type(Reference)
+    packer.add(References())
     for part in range(2):
         tensor, reference = torch.arange(rows * 100), Reference() if with_reference else None
         packed = packer.pack(lambda: (captured, tensor, reference, module_level, part), "it")  # noqa: B023
