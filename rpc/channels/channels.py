@@ -1,7 +1,7 @@
 """The channels of an agent, and those between it and each of its peers."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar, final
 
 import torch
@@ -176,20 +176,6 @@ class PeerChannels:
     def queued_bytes(self) -> int:
         """The bytes of payloads that are in this worker's own memory until they are sent."""
         return self.bulk.queued_bytes + self.chunked.queued_bytes
-
-    def withdraw(self, payloads: Sequence[agent_pb2.Payload], withdraw_envelope: Callable[[], bool]) -> bool:
-        """Withdraws the payloads outside an envelope with it, or nothing; returns whether. Called on the loop.
-
-        `withdraw_envelope` does so if nothing of the envelope has been sent, and returns whether. A payload
-        without its envelope would hold up those after it.
-        """
-        if not all(payload.HasField("chunked") and self.chunked.can_withdraw(payload) for payload in payloads):
-            return False
-        if not withdraw_envelope():
-            return False
-        for payload in payloads:
-            self.chunked.withdraw(payload)
-        return True
 
     def on_frame(self, frame: agent_pb2.Frame) -> None:
         """Handles what a frame tells of channels. Called on the loop. Raises ValueError if it is malformed."""

@@ -8,7 +8,7 @@ tells its size; until then it does not read on, so that flow control stops the s
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -79,14 +79,18 @@ class ChunkedChannel:
         if self.receiver.expected > 2 * MAX_ANNOUNCED:
             self._peer.abort("it announces payloads that it does not send")
 
-    def can_withdraw(self, payload: agent_pb2.Payload) -> bool:
-        """Returns whether no chunk of the payload has been sent."""
-        return self._sender is not None and self._sender.is_unsent(payload.chunked.transfer_id)
+    def withdraw(self, payloads: Sequence[agent_pb2.Payload], withdraw_envelope: Callable[[], bool]) -> bool:
+        """Withdraws the payloads outside an envelope with it, or nothing; returns whether.
 
-    def withdraw(self, payload: agent_pb2.Payload) -> None:
-        """Removes the payload from the queue. Called right after `can_withdraw` returned True."""
-        if self._sender is not None:
-            self._sender.remove(payload.chunked.transfer_id)
+        `withdraw_envelope` does so if nothing of the envelope has been sent, and returns whether. A payload
+        without its envelope would hold up those after it.
+        """
+        sender, numbers = self._sender, [each.chunked.transfer_id for each in payloads]  # 0 in other channels
+        if sender is None or not all(map(sender.is_unsent, numbers)) or not withdraw_envelope():
+            return False
+        for number in numbers:
+            sender.remove(number)
+        return True
 
     def drop(self, error: Exception) -> None:
         """Stops sending, and fails what is expected. What the stream of a lost peer still brings is dropped."""

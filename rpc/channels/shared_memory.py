@@ -332,18 +332,12 @@ class SegmentBroadcast:
         return _describe(segment.number, data.nbytes), None, is_first
 
     def _put_first(self, data: memoryview) -> Segment | None:
-        put = self._pool.put(data)
-        if put is None:
+        """Copies a payload into a segment, and passes a new one to all receivers, before their messages."""
+        if (put := self._pool.put(data)) is None:
             return None
         segment, is_new = put
-        if is_new and not self._announce(segment):
-            for receiver in self._receivers:
-                self._pool.take_back(receiver, [segment.number], spent=True)
-            return None
-        return segment
-
-    def _announce(self, segment: Segment) -> bool:
-        """Passes a new segment to all receivers, before their messages; returns False if it has to be removed."""
+        if not is_new:
+            return segment
         descriptors = [segment.descriptor]
         try:
             while len(descriptors) < len(self._receivers):
@@ -351,10 +345,12 @@ class SegmentBroadcast:
         except OSError:  # too many are open
             for descriptor in descriptors:
                 os.close(descriptor)
-            return False
+            for receiver in self._receivers:
+                self._pool.take_back(receiver, [segment.number], spent=True)
+            return None
         for receiver, descriptor in zip(self._receivers, descriptors, strict=True):
             receiver.announce(segment, descriptor)
-        return True
+        return segment
 
     def release(self) -> None:
         """Takes the segments back from receivers to which no message has named them. Called after the last one."""

@@ -383,7 +383,7 @@ class Peer:
         beginning = message.beginning()
         if not message.payloads:
             return self.transport.withdraw(beginning)
-        return self.channels.withdraw(message.payloads, lambda: self.transport.withdraw(beginning))
+        return self.channels.chunked.withdraw(message.payloads, lambda: self.transport.withdraw(beginning))
 
     def queued_bytes(self) -> int:
         """Returns the bytes for it, except in shared memory, that the operating system has not taken yet."""
