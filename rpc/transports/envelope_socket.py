@@ -34,6 +34,7 @@ from .socket_frames import (
     MAX_ENVELOPE_BYTES,
     MAX_SIDE_FRAME_BYTES,
     SEGMENT,
+    DescriptorFrame,
     FrameKind,
     FrameWriter,
     SegmentListener,
@@ -58,6 +59,8 @@ MAX_DESCRIPTORS: Final = 64
 
 _MAX_BYTES = {FrameKind.ENVELOPE: MAX_ENVELOPE_BYTES, FrameKind.ATTACHED: MAX_ATTACHING_BYTES}
 """Of the content of a frame, by its kind."""
+
+_HEARTBEAT: Final = HEADER.pack(0, FrameKind.HEARTBEAT)
 
 _NONE: Final = -1
 """In place of a descriptor."""
@@ -86,21 +89,18 @@ class PulseExchange:
         self._seen = b""
         self._is_closed = False
 
-    def next_heartbeat(self) -> tuple[FrameKind, int] | None:
-        """Returns which frame to send as a heartbeat, and the descriptor to send and close, or -1.
-
-        Returns None if none is needed any more. Called on the event loop.
-        """
+    def next_heartbeat(self) -> bytes | None:
+        """Returns the frame to send as a heartbeat; None if none is needed any more. Called on the event loop."""
         if not self._is_shown:
             self._is_shown = True
             try:
-                return FrameKind.PULSE, self._own.share()
+                return DescriptorFrame.of(HEADER.pack(0, FrameKind.PULSE), self._own.share())
             except OSError:  # no descriptor is left, or there is no /proc: heartbeats go on
-                return FrameKind.HEARTBEAT, _NONE
+                return _HEARTBEAT
         if self._descriptor != _NONE and not self._has_confirmed:
             self._has_confirmed = True
-            return FrameKind.PULSE_READ, _NONE
-        return None if self._is_read else (FrameKind.HEARTBEAT, _NONE)
+            return HEADER.pack(0, FrameKind.PULSE_READ)
+        return None if self._is_read else _HEARTBEAT
 
     def on_shown(self, descriptor: int) -> None:
         """Reads the peer's counter by this descriptor from now on, and owns it.
@@ -406,14 +406,9 @@ class EnvelopeSocket:
 
     def send_heartbeat(self) -> None:
         """Tells the peer that this worker is alive, unless it sees the pulse."""
-        frame = (FrameKind.HEARTBEAT, -1) if self._pulses is None else self._pulses.next_heartbeat()
-        if frame is None:
-            return
-        kind, descriptor = frame
-        if descriptor < 0:
-            self.writer.put(HEADER.pack(0, kind))
-        else:
-            self.writer.put_descriptor(HEADER.pack(0, kind), descriptor)
+        frame = _HEARTBEAT if self._pulses is None else self._pulses.next_heartbeat()
+        if frame is not None:
+            self.writer.put(frame)
 
     def on_readable(self) -> bool:
         """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""

@@ -178,15 +178,16 @@ class GrpcEndpoint:
     async def listen(self, address: str) -> int:
         """Starts the server on an address. Returns its port."""
         port: int
-        is_local = is_loopback(address.rpartition(":")[0].strip("[]"))
-        server = self._make_server(server_options(self._liveness.heartbeat, 0.0 if is_local else MAX_ROUND_TRIP_S))
+        host = address.rpartition(":")[0].strip("[]")
+        round_trip_s = 0.0 if is_loopback(host) else MAX_ROUND_TRIP_S
+        server = self._make_server(server_options(self._liveness.heartbeat, round_trip_s))
         if self.identity is None:
             port = server.add_insecure_port(address)
         else:
             self._encrypts = True
             credentials = self.identity.grpc_server_credentials(partial(self.audit.connect, "agent"))
             port = server.add_secure_port(address, credentials)
-        note_listener(self, port, address.rpartition(":")[0].strip("[]"))
+        note_listener(self, port, host)
         await server.start()
         return port
 

@@ -176,14 +176,13 @@ class GrpcStream:
         if self._state is StreamState.IDLE and dial:
             self._start_or_wake()
         self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
-        if self._state is StreamState.IDLE or (self.number and self._state is not StreamState.OPEN):
-            self._finish(SHUT_DOWN, report=False)  # also if the peer is suspect: it may never answer
-        else:
+        # A peer that is suspect may never answer.
+        is_awaited = self._state is StreamState.OPEN or (self._state is not StreamState.IDLE and not self.number)
+        if is_awaited:
             self._wake.set()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), drain)
-            except TimeoutError:
-                self._finish(SHUT_DOWN, report=False)
+        self._finish(SHUT_DOWN, report=False)
         if self._dialing is not None:
             self._dialing.cancel()
 
@@ -247,8 +246,8 @@ class GrpcStream:
                         self._on_opened()
                     await self._run(read, write)
         finally:
-            if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
-                self._redial()
+            # If it was closed before it was accepted, that tells nothing of the peer.
+            self._dial_again(StreamState.OPEN)
             self.outbox.withdraw_offer()
 
     async def _run(self, read: Read, write: Write) -> None:
@@ -364,8 +363,9 @@ class GrpcStream:
         backoff, attempts = DIAL_BACKOFF_S, 1 if self.number else DIAL_ATTEMPTS
         for attempt in range(1, attempts + 1):
             try:
-                if not await self._open():
-                    self._wait_for_peer()
+                if not await self._open():  # the peer is opening the stream, or opens none
+                    self._state = StreamState.AWAITING_PEER
+                    self._loop.call_later(DUPLICATE_TIMEOUT_S, self._dial_again, StreamState.AWAITING_PEER)
                 return
             except Exception as error:
                 end = end_of_error(error, self.address)
@@ -415,17 +415,10 @@ class GrpcStream:
                     choosing.cancel()
                 call.cancel()
 
-    def _wait_for_peer(self) -> None:
-        """Waits for the stream that the peer is opening; if none comes, opens one again."""
-        self._state = StreamState.AWAITING_PEER
-
-        def redial() -> None:
-            if self._state is StreamState.AWAITING_PEER:
-                self._redial()
-
-        self._loop.call_later(DUPLICATE_TIMEOUT_S, redial)
-
-    def _redial(self) -> None:
+    def _dial_again(self, state: StreamState) -> None:
+        """Opens the stream again if it is still in this state, unless this worker leaves."""
+        if self._state is not state:
+            return
         if self.goodbye:
             self._finish(SHUT_DOWN, report=False)
         else:
@@ -521,9 +514,10 @@ def _welcome_frame(offered: OfferedSocket | None = None, *, number: int = 0, dup
 
 def end_of_error(error: Exception, address: str) -> WorkerEnd:
     """Returns the end of a peer to which no stream can be opened."""
-    if not isinstance(error, aio.AioRpcError):
+    if isinstance(error, aio.AioRpcError):
+        text = error.details()
+        if error.code() not in BROKEN:
+            return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {text}")
+    else:
         text = str(error) if isinstance(error, OSError) else repr(error)
-        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({text})")
-    if error.code() in BROKEN:
-        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
-    return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")
+    return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({text})")

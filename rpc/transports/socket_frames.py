@@ -32,6 +32,7 @@ __all__ = [
     "MAX_ENVELOPE_BYTES",
     "MAX_SIDE_FRAME_BYTES",
     "SEGMENT",
+    "DescriptorFrame",
     "FrameKind",
     "FrameWriter",
     "SegmentListener",
@@ -150,13 +151,14 @@ class _AttachedFrame(bytes):
 
 
 @final
-class _DescriptorFrame(bytes):
+class DescriptorFrame(bytes):
     """A frame that a descriptor goes with, which is closed when nobody needs the frame any more."""
 
     descriptor: int
 
     @classmethod
-    def of(cls, frame: bytes, descriptor: int) -> "_DescriptorFrame":
+    def of(cls, frame: bytes, descriptor: int) -> "DescriptorFrame":
+        """Returns a frame with the descriptor that goes with it, and that it owns."""
         made = cls(frame)
         made.descriptor = descriptor
         return made
@@ -238,7 +240,8 @@ class FrameWriter:
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
         kind = FrameKind.SHARED_SEGMENT if is_shared else FrameKind.SEGMENT
-        self.put_descriptor(HEADER.pack(SEGMENT.size, kind) + SEGMENT.pack(number, size), descriptor)
+        frame = HEADER.pack(SEGMENT.size, kind) + SEGMENT.pack(number, size)
+        self.put(DescriptorFrame.of(frame, descriptor))
 
     def flush_released(self) -> None:
         """Tells the peer of the segments that this worker does not use any more."""
@@ -300,10 +303,6 @@ class FrameWriter:
                 self._writing.release()
                 if self._is_to_be_released:
                     self.release()
-
-    def put_descriptor(self, frame: bytes, descriptor: int) -> None:
-        """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
-        self.put(_DescriptorFrame.of(frame, descriptor))
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes the envelope with this beginning from the queue, if nothing of it has been written.
@@ -370,7 +369,7 @@ class FrameWriter:
             _, self._left = send_some(self._connection, self._left)
         else:
             data, frame = self._left[0], self._queue[0]
-            if type(frame) is _DescriptorFrame and not self._is_partial:
+            if type(frame) is DescriptorFrame and not self._is_partial:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, DESCRIPTOR.pack(frame.descriptor))]
                 send = cast("Callable[..., int]", self._connection.sendmsg)
                 sent = send([data], rights, socket.MSG_NOSIGNAL)

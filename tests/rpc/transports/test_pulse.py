@@ -121,7 +121,7 @@ def test_they_do_without_descriptors(end, monkeypatch):
     other.sendall(HEADER.pack(0, FrameKind.PULSE))  # the descriptor was lost on the way
     other.sendall(HEADER.pack(0, FrameKind.HEARTBEAT))
     wait_until(mine.socket.take_heard)
-    assert mine.exchange.next_heartbeat() == (FrameKind.HEARTBEAT, -1)
+    assert mine.exchange.next_heartbeat() == HEADER.pack(0, FrameKind.HEARTBEAT)
     assert not mine.reasons
 
 
