@@ -41,7 +41,7 @@ from .execution.poller import SocketWaiter
 from .grpc_backend import start_agent
 from .membership import evictions
 from .peers.control import ControlStreams
-from .requests.codec import CONFIRMED
+from .requests.server import CONFIRMED
 from .transports.base import Connecting, Transport, TransportClosedError
 from .wire.parsing import embed
 

@@ -39,9 +39,9 @@ from ..peers.link import FailureLog
 from ..peers.peer import Pause, Peer
 from ..requests.call import CallCounter, CallParts
 from ..requests.caller import Caller
-from ..requests.codec import CONFIRMED, Codec, Extensions, Values
+from ..requests.codec import Codec, Extensions, Values
 from ..requests.multi_sender import MultiSender
-from ..requests.server import MIN_WAIT_S, Server
+from ..requests.server import CONFIRMED, MIN_WAIT_S, Server
 from ..wire.pickling import Packer
 from .network import Network
 from .shutdown import Quiescence, Shutdown

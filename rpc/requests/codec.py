@@ -36,10 +36,7 @@ from ..wire.plain_pickle import RestrictedReader
 from ..wire.small_tensors import decode_inline, encode_inline
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
 
-__all__ = ["CONFIRMED", "Codec", "Extensions", "Values"]
-
-CONFIRMED = "call.confirmed"
-"""The kind of the control message in place of the answer None to a request, which it names by its id."""
+__all__ = ["Codec", "Extensions", "Values"]
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +232,10 @@ class Extensions:
         """Returns the context for running a request's handler, if the extensions have one."""
         if not message.state or not self.handlers[message.envelope.type].user_values:
             return None
-        scopes = [found for scope in self._scope if (found := scope(message)) is not None]
+        scopes = []
+        for scope in self._scope:
+            if (found := scope(message)) is not None:
+                scopes.append(found)
         if len(scopes) > 1:
             return _nested(scopes)
         return scopes[0] if scopes else None
@@ -519,10 +519,6 @@ class Codec:
         if nbytes is not None:
             message.tensors = []  # a received one gives its segment back
         return nbytes
-
-    def confirm(self, request: Incoming) -> None:
-        """Answers a request with None, by a control message."""
-        self.control.send(request.source, CONFIRMED, (request.envelope.id,), urgent=False)
 
     # Receiving.
 

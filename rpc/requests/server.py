@@ -66,7 +66,10 @@ from ..peers.peer import Peer
 from .call import CallCounter, CallKey, CallParts
 from .codec import Codec
 
-__all__ = ["MIN_WAIT_S", "ServedCall", "Server"]
+__all__ = ["CONFIRMED", "MIN_WAIT_S", "ServedCall", "Server"]
+
+CONFIRMED = "call.confirmed"
+"""The kind of the control message in place of the answer None to a request, which it names by its id."""
 
 MIN_WAIT_S = 1e-3
 """Seconds of the shortest wait."""
@@ -384,7 +387,7 @@ class Server(WorkerWatcher):
             message.tensors.clear()
             kind = type(result)
             if kind is Confirmation:
-                self._codec.confirm(message)
+                self._codec.control.send(message.source, CONFIRMED, (message.envelope.id,), urgent=False)
                 self._executor.call_last(result.then)
             elif kind is Deferred:
                 self._defer(call, message, handler, result)
