@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from ..errors import CredentialsError
+from ..net.peer_text import problem_of_name
 from ..net.security.issuing import Authority, Validity, key_pem
-from ..net.worker_names import problem_of_name
 
 __all__ = ["make_authority", "make_worker"]
 

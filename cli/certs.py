@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ..net.worker_names import problem_of_name
+from ..net.peer_text import problem_of_name
 from .examples import Group
 
 __all__ = ["command"]
@@ -99,6 +99,6 @@ def _worker(*, name: str, authority: Path, out: Path | None, days: float, replac
 @click.argument("name", callback=_check_name)
 def _names(name: str) -> None:
     """Prints the DNS names that the certificate of the worker NAME has."""
-    from ..net.security.names import host_names
+    from ..net.security.identity import host_names
 
     click.echo("\n".join(host_names(name)))

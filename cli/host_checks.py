@@ -23,8 +23,7 @@ FEW_FILES = 1024
 def check_network() -> Iterator[Finding]:
     """Yields the interfaces, the address that other hosts are told, and whether names can be resolved."""
     from ..errors import ProcessGroupError, StoreError
-    from ..net.addresses import resolve
-    from ..net.interfaces import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local
+    from ..net.addresses import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local, resolve
 
     interfaces = ", ".join(f"{name} {' '.join(found)}" for name, found in interface_addresses().items())
     yield ok("interfaces", interfaces or "none has an address")
@@ -51,7 +50,7 @@ def check_network() -> Iterator[Finding]:
 def check_ports() -> Iterator[Finding]:
     """Yields whether this process can listen on TCP ports."""
     from ..errors import ProcessGroupError
-    from ..net.interfaces import LOOPBACK, address_for_others
+    from ..net.addresses import LOOPBACK, address_for_others
 
     addresses = [LOOPBACK]
     with suppress(ProcessGroupError):

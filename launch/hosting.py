@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from ..c10d.rendezvous.url import SPAWN_STORE_HOST, SpawnStore
 from ..c10d.stores.tcp import TCPStore
 from ..errors import StoreError
-from ..net.listening import ListenSettings
+from ..net.addresses import ListenSettings
 from ..net.security import Credentials
 
 __all__ = ["credentials_or_token", "hosted_spawn_store", "worker_environment"]

@@ -1,9 +1,15 @@
-"""Texts that other processes have sent, as they can be shown in logs, error messages and debug information."""
+"""Texts that other processes have sent, as they can be shown in logs and error messages; the names of workers."""
 
-__all__ = ["MAX_SHOWN", "printable", "printable_lines"]
+import re
+
+__all__ = ["MAX_SHOWN", "printable", "printable_lines", "problem_of_name"]
 
 MAX_SHOWN = 200
 """Characters of a text that are shown, by default."""
+
+_NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
+
+_NAME_LIMIT = 128
 
 
 def printable(text: object, max_characters: int = MAX_SHOWN) -> str:
@@ -33,3 +39,17 @@ def _escape(text: str, kept: str = "") -> str:
 
 def _cut(text: str, max_characters: int) -> str:
     return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
+
+
+def problem_of_name(name: object) -> str:
+    """Returns why no worker can have a name; empty if one can.
+
+    A name is a string of 1 to 127 letters, digits, `-`, `_`, `:` or `.`.
+    """
+    if not isinstance(name, str):
+        return "A worker name must be a string"
+    if not name:
+        return "A worker name must be non-empty"
+    if len(name) >= _NAME_LIMIT:
+        return f"A worker name must be shorter than {_NAME_LIMIT} characters"
+    return "" if _NAME.fullmatch(name) else f"Worker name must match {_NAME.pattern}"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import parse_qs, urlsplit
 
-import psutil  # net.interfaces needs torch, which takes seconds
+import psutil  # net.addresses needs torch, which takes seconds
 
 from ..net.peer_text import printable
 from ..net.user_sockets import SocketDirectory, link_file_name
@@ -104,7 +104,7 @@ class _Connection(http.client.HTTPSConnection):
     """A connection that demands the certificate of any process of the job."""
 
     def connect(self) -> None:
-        from ..net.security.names import SHARED_HOST_NAME
+        from ..net.security.identity import SHARED_HOST_NAME
 
         http.client.HTTPConnection.connect(self)
         context: ssl.SSLContext = self._context  # type: ignore[attr-defined]

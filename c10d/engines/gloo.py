@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ...net.addresses import INTERFACE_VARIABLE, LOOPBACK, address_for_others
 from ...net.host_identity import can_share_loopback
 from ...net.inheritance import keep_in_children
-from ...net.interfaces import INTERFACE_VARIABLE, LOOPBACK, address_for_others
 from ...net.socket_owners import cut_off_other_users, own_listening_ports
 from ...torch_internals import AllgatherOptions
 from ..rendezvous.hosts import gather_consenting_hosts

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import Backend
 
 from ...errors import ProcessGroupError, RendezvousError
+from ...net.addresses import LOOPBACK, address_for_others
 from ...net.host_identity import HostIdentity, can_share_loopback
-from ...net.interfaces import LOOPBACK, address_for_others
 from ...net.security import Credentials
 from ...torch_internals import default_timeout, known_groups
 from ..debug.flight_recorder import write_flight_records

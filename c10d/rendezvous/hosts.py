@@ -7,10 +7,18 @@ from contextlib import suppress
 from datetime import timedelta
 
 from ...errors import ProcessGroupError, StoreError
-from ...net.addresses import INSECURE_VARIABLE, is_numeric
+from ...net.addresses import (
+    ADVERTISED_VARIABLE,
+    HOST_VARIABLE,
+    INSECURE_VARIABLE,
+    LOOPBACK,
+    ListenSettings,
+    address_for_others,
+    is_local,
+    is_numeric,
+    own_address,
+)
 from ...net.host_identity import HostIdentity, can_share_loopback
-from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
-from ...net.listening import ADVERTISED_VARIABLE, HOST_VARIABLE, ListenSettings
 from ..stores.views import store_host
 from ..torch_types import TorchStore
 

@@ -22,9 +22,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ...errors import StoreError, StoreNetworkError
-from ...net.addresses import format_address, is_loopback, is_numeric, resolve
+from ...net.addresses import ListenSettings, format_address, is_loopback, is_numeric, resolve
 from ...net.inheritance import note_grpc, note_listener, why_grpc_is_unusable
-from ...net.listening import ListenSettings
 from ...net.security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from ...net.socket_owners import users_listening
 from ...net.socket_peers import MAX_ROUND_TRIP_S, half_of_descriptors

@@ -18,9 +18,15 @@ This package imports nothing of gradwire but errors.
 from ..peer_text import printable, printable_lines
 from .audit import Audit, AuditEvent
 from .credentials import Credentials
-from .diagnosis import NO_CREDENTIALS_THERE, tls_problem
-from .identity import Identity
-from .names import SHARED_HOST_NAME, certified_names, grpc_certified_names, worker_host_name
+from .identity import (
+    NO_CREDENTIALS_THERE,
+    SHARED_HOST_NAME,
+    Identity,
+    certified_names,
+    grpc_certified_names,
+    tls_problem,
+    worker_host_name,
+)
 
 __all__ = [
     "NO_CREDENTIALS_THERE",

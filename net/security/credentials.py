@@ -5,12 +5,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from ...errors import CredentialsError
-
-if TYPE_CHECKING:
-    from .identity import Identity
+from .identity import Identity
 
 __all__ = ["Credentials"]
 
@@ -91,7 +89,7 @@ class Credentials:
             raise CredentialsError(f"{' and '.join(found)} without {' and '.join(missing)}: set all three")
         return Credentials(**files)
 
-    def identity(self, worker: str | None = None) -> "Identity":
+    def identity(self, worker: str | None = None) -> Identity:
         """Returns what this process shows and demands on connections.
 
         Args:
@@ -101,7 +99,7 @@ class Credentials:
         Raises:
             CredentialsError: a file cannot be read, the certificate is not valid, or not for this worker.
         """
-        from .identity import Identity  # here, because what it imports takes 50 ms that others need not spend
+        # Here, because what they import takes 50 ms that others need not spend.
         from .issuing import TokenSource
         from .material import PemSource
 

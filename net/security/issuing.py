@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from .material import Material
-from .names import host_names
+from .identity import Material, host_names
 
 __all__ = ["ALWAYS", "Authority", "TokenSource", "Validity", "derive_key", "key_pem"]
 

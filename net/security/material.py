@@ -4,9 +4,8 @@ import datetime
 import logging
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -14,9 +13,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ...errors import CredentialsError
-from .names import SHARED_HOST_NAME, host_names, worker_host_name
+from .identity import SHARED_HOST_NAME, Material, host_names, worker_host_name
 
-__all__ = ["Material", "PemSource", "Source"]
+__all__ = ["PemSource"]
 
 Pem = str | Path | bytes
 """The path of a PEM file, or what is in it."""
@@ -28,23 +27,6 @@ MAX_CHAIN = 8
 """The number of CAs between a certificate and the job's CA, at most."""
 
 log = logging.getLogger(__name__)
-
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class Material:
-    """What TLS needs, all in PEM: certificates of the CA, those of the process, and its private key."""
-
-    ca: bytes
-    certificate: bytes
-    key: bytes
-
-
-class Source(Protocol):
-    """Where the certificate of a process comes from. Called on any thread."""
-
-    def current(self) -> Material:
-        """Returns what connections that are made now use: the same object as long as it has not changed."""
 
 
 @final

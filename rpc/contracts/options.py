@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, final
 
 from ...errors import RpcError
-from ...net.listening import ListenSettings, parse_ports
+from ...net.addresses import ListenSettings, parse_ports
 from ...net.security import Credentials
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
 from .policy import Policy, check_counts

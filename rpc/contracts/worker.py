@@ -13,9 +13,9 @@ import torch
 
 from ...errors import LossCause, WorkerLostError, WorkerNameError
 from ...net.host_identity import network_id
+from ...net.peer_text import problem_of_name
 from ...net.security import printable
 from ...net.user_sockets import UNIX_SCHEME
-from ...net.worker_names import problem_of_name
 from ...proto.v1 import agent_pb2
 from ..execution.futures import text_of
 from .policy import message_value

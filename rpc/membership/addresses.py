@@ -10,10 +10,19 @@ from typing import final
 from ...c10d.stores.views import store_host
 from ...c10d.torch_types import TorchStore
 from ...errors import ProcessGroupError, RpcError, StoreError
-from ...net.addresses import is_loopback, is_numeric, is_tcp_address, resolve
+from ...net.addresses import (
+    ANY_PORT,
+    LOOPBACK,
+    PortRange,
+    address_for_others,
+    is_local,
+    is_loopback,
+    is_numeric,
+    is_tcp_address,
+    own_address,
+    resolve,
+)
 from ...net.host_identity import network_id
-from ...net.interfaces import LOOPBACK, address_for_others, is_local, own_address
-from ...net.listening import ANY_PORT, PortRange
 from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import Member
@@ -128,7 +137,7 @@ def choose_address(
 
     Without a `host` that is a unix socket, unless the options allow others and some members do not share network
     and directory, or are not known. Then it is the loopback address on one host, else the address by which this
-    host reaches the store, or that others reach (`net.interfaces.address_for_others`). The `places` are the
+    host reaches the store, or that others reach (`net.addresses.address_for_others`). The `places` are the
     network names and directories of all members; None if they are not known, as in a dynamic group. Raises
     RpcError if the `host` is not an address of this machine, or the `advertised_host` has none.
     """

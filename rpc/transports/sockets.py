@@ -23,10 +23,8 @@ import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, final
 
-from ...net.addresses import format_address, is_tcp_address
+from ...net.addresses import LOOPBACK, PortRange, format_address, is_tcp_address
 from ...net.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
-from ...net.interfaces import LOOPBACK
-from ...net.listening import PortRange
 from ...net.security import Audit, Identity, printable, worker_host_name
 from ...net.socket_peers import MAX_ROUND_TRIP_S, address_of_peer, has_left, is_of_same_user, round_trip_s
 from ...proto.v1 import agent_pb2

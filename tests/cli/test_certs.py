@@ -12,7 +12,7 @@ from gradwire.cli.certs import command
 from gradwire.cli.group import gradwire, run_command
 from gradwire.errors import CredentialsError
 from gradwire.net.security import Credentials, issuing, worker_host_name
-from gradwire.net.security.names import host_names
+from gradwire.net.security.identity import host_names
 
 from tests.certificates import make_authority, write
 

@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from gradwire import c10d, rpc
 from gradwire.cli.group import gradwire
-from gradwire.net.interfaces import address_for_others, is_local
+from gradwire.net.addresses import address_for_others, is_local
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.access import LinkFile
 from gradwire.view.page import Page

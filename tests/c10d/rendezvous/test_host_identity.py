@@ -19,7 +19,7 @@ from gradwire.c10d.engines.base import Setup
 from gradwire.c10d.groups import failure_detector
 from gradwire.c10d.rendezvous.hosts import insecure_problem
 from gradwire.errors import ProcessGroupError, RankLostError, StoreError
-from gradwire.net import interfaces
+from gradwire.net import addresses
 from gradwire.net.host_identity import HostIdentity
 
 from tests.c10d.members import MIB, everywhere, receive, total
@@ -276,9 +276,9 @@ def test_an_address_of_one_link_is_told_to_nobody(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth7": of_link, "eth8": whole})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with pytest.raises(ProcessGroupError, match="'eth7', which has no such address .* one of eth8,"):
-        interfaces.address_for_others()
+        addresses.address_for_others()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
-    assert interfaces.address_for_others() == "2001:db8::7"
+    assert addresses.address_for_others() == "2001:db8::7"
 
 
 def say_name_of_host(names: str) -> None:
@@ -321,11 +321,11 @@ def test_a_host_that_others_cannot_reach_is_an_error(hosts, host, problem):
 def test_the_address_for_others(hosts):
     net = hosts(1)
     (worker,) = net.workers
-    assert worker.run(interfaces.address_for_others) == net.address(0)  # there is no default route
+    assert worker.run(addresses.address_for_others) == net.address(0)  # there is no default route
     net.add_route(0)
-    assert worker.run(interfaces.address_for_others) == net.address(0)
+    assert worker.run(addresses.address_for_others) == net.address(0)
     net.ip(0, "link del eth0")
-    assert worker.run(interfaces.address_for_others) == interfaces.LOOPBACK
+    assert worker.run(addresses.address_for_others) == addresses.LOOPBACK
 
 
 def test_a_slow_network_is_not_an_error(hosts):

@@ -11,7 +11,7 @@ from gradwire import c10d, rpc
 from gradwire.c10d import TCPStore
 from gradwire.errors import RpcError, StoreNetworkError
 from gradwire.launch.hosting import hosted_spawn_store
-from gradwire.net.listening import ListenSettings, PortRange, parse_ports
+from gradwire.net.addresses import ListenSettings, PortRange, parse_ports
 from gradwire.rpc.contracts.agent import current_agent
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 from gradwire.c10d import Credentials
-from gradwire.net.listening import PortRange
+from gradwire.net.addresses import PortRange
 from gradwire.net.security import Identity, worker_host_name
 from gradwire.rpc.contracts.worker import Member, WorkerInfo
 from gradwire.rpc.transports import sockets
