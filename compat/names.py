@@ -2,22 +2,86 @@
 
 Each replaced object is listed once, in the module that defines it. `Patches.patch_importers` finds the other
 modules that refer to it.
+Methods of torch's classes that gradwire's lack, or that torch's refuse and gradwire's support, are here as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from .. import autograd, nn, optim, rpc
-from ..errors import RpcError
+from .. import autograd, optim, rpc
+from ..autograd.graph import RecvRpc, SendRpc
+from ..errors import RpcError, RRefError
+from ..nn.remote_module import SENT_ATTRIBUTES, RemoteModule, refuse_method
 from ..rpc.calls.sending import thread_futures, wait_for_futures
-from ..rref.rref import RRefProxy
-from . import agents, contexts, faulty, scripting, shutdown, tensorpipe
-from .init import init_rpc, init_rpc_backend
-from .methods import PICKLED_ATTRIBUTES
+from ..rpc.contracts.agent import holder
+from ..rref.rref import RRef, RRefProxy
+from . import agents, backends, contexts, group, scripting
+from .extensions import SentReference
 
-__all__ = ["REPLACEMENTS", "Names", "public_names"]
+__all__ = ["METHODS", "PICKLED_ATTRIBUTES", "REPLACEMENTS", "Names", "public_names"]
+
+PICKLED_ATTRIBUTES = (*vars(nn.Module()), *SENT_ATTRIBUTES)
+"""The first keys in the `__dict__` of a RemoteModule received from another worker; its two methods follow."""
+
+
+def _serialize(self: RRef[Any]) -> SentReference:
+    """Returns what stands for this reference in the pickle of a call, for a program's own pickler or reducer.
+
+    torch returns the ids of a new fork; here, that is made when the message is sent.
+    """
+    handle = self._handle
+    if handle.agent is not holder.get():
+        raise RRefError(f"{self} was released at shutdown. Cannot call fork an UserRRef after deletion.")
+    handle.check_usable(self, "fork an UserRRef")
+    return SentReference(self)
+
+
+def _deserialize(fork: object) -> RRef[Any]:
+    """Returns the reference for what `_serialize` has returned. Raises RRefError if it is something else."""
+    if not isinstance(fork, SentReference):
+        raise RRefError(f"{fork!r} cannot be deserialized to an RRef: pass RRefs as arguments or results of calls")
+    return fork.reference
+
+
+def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[Any]:
+    """Returns a future that is done when the call that creates the value, and its profiler event, have ended."""
+    return self._get_future()
+
+
+def _named_modules(
+    self: RemoteModule, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields this module in a traversal of a parent module; raises ValueError if the traversal begins here."""
+    if memo is None:
+        refuse_method("named_modules")(self)
+    modules: Iterator[tuple[str, nn.Module]] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+    return modules
+
+
+def _name_of_node(self: Any) -> str:
+    return f"torch::distributed::autograd::{type(self).__name__}"
+
+
+METHODS: Mapping[type, Mapping[str, object]] = {
+    RRef: {
+        "_deserialize": staticmethod(_deserialize),
+        "_get_profiling_future": _get_profiling_future,
+        "_serialize": _serialize,
+    },
+    RemoteModule: {
+        "children": refuse_method("children"),
+        "modules": refuse_method("modules"),
+        "named_children": refuse_method("named_children"),
+        "named_modules": _named_modules,
+    },
+    SendRpc._backward_cls: {"name": _name_of_node},
+    RecvRpc._backward_cls: {"name": _name_of_node},
+}
+"""The methods of a class, by name; of nodes, those that `DistAutogradContext` returns."""
+
 
 Names = Mapping[str, object]
 
@@ -68,13 +132,13 @@ REPLACEMENTS: Mapping[str, Names] = {
     "torch._C._distributed_rpc": {
         "PyRRef": rpc.RRef,
         "RpcAgent": agents.RpcAgent,
-        "RpcBackendOptions": tensorpipe.RpcBackendOptions,
+        "RpcBackendOptions": backends.RpcBackendOptions,
         "TensorPipeAgent": agents.TensorPipeAgent,
         "WorkerInfo": rpc.WorkerInfo,
-        "_TensorPipeRpcBackendOptionsBase": tensorpipe.TensorPipeRpcBackendOptions,
+        "_TensorPipeRpcBackendOptionsBase": backends.TensorPipeRpcBackendOptions,
         "_cleanup_python_rpc_handler": _do_nothing,
-        "_delete_all_user_and_unforked_owner_rrefs": shutdown.delete_references,
-        "_destroy_rref_context": shutdown.destroy_references,
+        "_delete_all_user_and_unforked_owner_rrefs": group.delete_references,
+        "_destroy_rref_context": group.destroy_references,
         "_get_current_rpc_agent": agents.current,
         "_invoke_remote_builtin": _unavailable("_invoke_remote_builtin", "rpc.remote"),
         "_invoke_remote_python_udf": _unavailable("_invoke_remote_python_udf", "rpc.remote"),
@@ -92,40 +156,40 @@ REPLACEMENTS: Mapping[str, Names] = {
     },
     "torch.distributed.autograd": {"context": contexts.context},
     "torch.distributed.nn.api.remote_module": {
-        "RemoteModule": nn.RemoteModule,
+        "RemoteModule": RemoteModule,
         "_REMOTE_MODULE_PICKLED_ATTRIBUTES": PICKLED_ATTRIBUTES,
-        "_RemoteModule": nn.RemoteModule,
+        "_RemoteModule": RemoteModule,
     },
     "torch.distributed.optim.optimizer": {"DistributedOptimizer": optim.DistributedOptimizer},
     "torch.distributed.rpc": {
         "BackendType": rpc.BackendType,  # torch may have another class here than in backend_registry
         "_get_debug_info": agents.all_info,
-        "_init_rpc_backend": init_rpc_backend,
-        "init_rpc": init_rpc,
+        "_init_rpc_backend": group.init_rpc_backend,
+        "init_rpc": group.init_rpc,
     },
     "torch.distributed.rpc._testing": {
-        "FaultyTensorPipeRpcBackendOptions": faulty.FaultyTensorPipeRpcBackendOptions
+        "FaultyTensorPipeRpcBackendOptions": backends.FaultyTensorPipeRpcBackendOptions
     },
     "torch.distributed.rpc.api": {
         "AllGatherStates": rpc.AllGatherStates,
         "RRef": rpc.RRef,
-        "_all_gather": shutdown.all_gather,
+        "_all_gather": group.all_gather,
         "_barrier": rpc.barrier,
         "_init_rpc_states": _do_nothing,
         "_require_initialized": rpc.require_initialized,
         "_thread_local_var": thread_futures,
         "_to_worker_info": rpc.get_worker_info,
         "_wait_all": rpc.wait_all,
-        "_wait_all_workers": shutdown.wait_all_workers,
+        "_wait_all_workers": group.wait_all_workers,
         "get_worker_info": rpc.get_worker_info,
         "remote": rpc.remote,
         "rpc_async": rpc.rpc_async,
         "rpc_sync": rpc.rpc_sync,
-        "shutdown": shutdown.shutdown,
+        "shutdown": group.shutdown,
     },
     "torch.distributed.rpc.backend_registry": public_names(rpc.backend_registry),
     "torch.distributed.rpc.functions": {"async_execution": rpc.functions.async_execution},
-    "torch.distributed.rpc.options": {"TensorPipeRpcBackendOptions": tensorpipe.TensorPipeRpcBackendOptions},
+    "torch.distributed.rpc.options": {"TensorPipeRpcBackendOptions": backends.TensorPipeRpcBackendOptions},
     "torch.distributed.rpc.rref_proxy": {"RRefProxy": RRefProxy},
     "torch.distributed.rpc.server_process_global_profiler": {
         "_server_process_global_profile": rpc.server_process_global_profile

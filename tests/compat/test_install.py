@@ -10,9 +10,8 @@ import pytest
 import torch.distributed.autograd
 import torch.distributed.rpc
 from gradwire import compat, rpc
-from gradwire.compat.installation import IMPORTED_FIRST
+from gradwire.compat.installation import IMPORTED_FIRST, Patches
 from gradwire.compat.names import REPLACEMENTS
-from gradwire.compat.patches import Patches
 
 torch_rpc = torch.distributed.rpc
 

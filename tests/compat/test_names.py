@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from gradwire import compat, rpc
-from gradwire.compat import shutdown
+from gradwire.compat import group
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import event, set_event
@@ -129,7 +129,7 @@ def test_shutdown_waits_for_calls_that_take_longer_than_releasing_references(tor
     a, b = torch_workers(2)
 
     def leave_with_a_call_in_flight(torch_rpc):
-        shutdown.RELEASE_TIMEOUT_S = 0.01
+        group.RELEASE_TIMEOUT_S = 0.01
         release = torch_rpc.api._delete_all_user_and_unforked_owner_rrefs
 
         def release_and_end_the_call():

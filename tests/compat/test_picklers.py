@@ -223,7 +223,7 @@ def test_a_policy_refuses_calls_that_a_programs_pickler_has_made(torch_workers):
     def check(torch_rpc):
         with (
             torch_rpc.api._use_rpc_pickler(Recorder()),
-            pytest.raises(RuntimeError, match=r"pickling\._load_call.* which is not exposed"),
+            pytest.raises(RuntimeError, match=r"extensions\._load_call.* which is not exposed"),
         ):
             torch_rpc.rpc_sync("worker1", add, (1, 2))
 
