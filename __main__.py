@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .cli.doctor import ROOT, check_engines, check_versions
 from .cli.group import gradwire, run_command
-from .cli.installation import ROOT, check_engines, check_versions
 
 __all__ = ["describe", "main"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from .examples import Command
-from .installation import ROOT
+from .doctor import ROOT
+from .group import Command
 
 __all__ = ["command"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from ..net.peer_text import problem_of_name
-from .examples import Group
+from .group import Group
 
 __all__ = ["command"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from .examples import Command
+from .group import Command
 
 __all__ = ["command"]
 

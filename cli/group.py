@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from inspect import cleandoc
 from typing import Any
 
 import click
@@ -16,7 +17,38 @@ import click
 from .. import __version__
 from ..logs import set_levels_from_environment
 
-__all__ = ["COMMANDS", "gradwire", "main", "run_command"]
+__all__ = ["COMMANDS", "Command", "Group", "gradwire", "main", "run_command"]
+
+INTERRUPTED_STATUS = 130
+"""The exit status after Ctrl-C, as shells have it."""
+
+
+class Command(click.Command):
+    """A command whose epilog has examples, one a line."""
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples."""
+        with formatter.section("Examples"):
+            for line in cleandoc(self.epilog or "").splitlines():
+                formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command. What gradwire refuses, such as credentials, is shown without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except RuntimeError as error:
+            from ..errors import GradwireError
+
+            if isinstance(error, GradwireError):
+                raise click.ClickException(str(error)) from None
+            raise
+
+
+class Group(Command, click.Group):
+    """A group of such commands, which has examples itself."""
+
+    command_class = Command
+
 
 COMMANDS = {
     "bench": "Measures calls and backward passes next to torch's own agent.",
@@ -29,9 +61,6 @@ COMMANDS = {
     "top": "Shows in the terminal what the workers of a running job do.",
 }
 """The subcommands, with the line for each in `gradwire --help`."""
-
-INTERRUPTED_STATUS = 130
-"""The exit status after Ctrl-C, as shells have it."""
 
 
 class _Commands(click.Group):

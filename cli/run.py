@@ -5,7 +5,7 @@ import os
 import click
 
 from ..compat.launch import become_program
-from .examples import Command
+from .group import Command
 
 __all__ = ["command"]
 

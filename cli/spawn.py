@@ -1,26 +1,198 @@
-"""`gradwire spawn`: several processes of a program on this host."""
+"""`gradwire spawn`: several processes of a program on this host, and their output as lines with names in front."""
 
+import contextlib
+import fcntl
 import os
+import selectors
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, Final, Self, final
 
 import click
 
-from .examples import Command
-from .prefixed_output import PrefixedOutput
-from .script_process import ScriptProcess
+from .group import Command
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-__all__ = ["command"]
+__all__ = ["PrefixedOutput", "ScriptProcess", "command"]
+
+READ_BYTES: Final = 1 << 16
+MAX_LINE_BYTES: Final = 1 << 16
+"""A longer line is written in parts."""
 
 NAME_VARIABLE = "GRADWIRE_WORKER_NAME"
 """The environment variable that has the name of each process."""
+
+
+@dataclass(slots=True)
+class _Pipe:
+    """The reading end of a pipe, and what has been read of a line."""
+
+    descriptor: int
+    prefix: bytes
+    target: BinaryIO
+    line: bytearray = field(default_factory=bytearray)
+
+
+@final
+class PrefixedOutput:
+    """Copies lines from pipes to streams of this process, on a thread that ends with the context."""
+
+    def __init__(self) -> None:
+        """Starts the thread."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._new: deque[_Pipe] = deque()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="gradwire-spawn-output", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Writes what is in the pipes by now, and ends the thread."""
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    @contextmanager
+    def pipe(self, name: str, target: BinaryIO) -> Iterator[int]:
+        """Context manager for starting a process; its value is a descriptor for what the process prints.
+
+        Args:
+            name: what is put in front of each line.
+            target: where the lines go.
+        """
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._new.append(_Pipe(reading, f"[{name}] ".encode(), target))
+        os.eventfd_write(self._wake, 1)
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            is_closing = False
+            while not is_closing:
+                ready = [key.data for key, _ in selector.select() if key.data is not None]
+                is_closing = self._is_closing  # what is in the pipes from now on may stay there
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                while self._new:
+                    pipe = self._new.popleft()
+                    selector.register(pipe.descriptor, selectors.EVENT_READ, pipe)
+                for pipe in ready:
+                    if not _copy(pipe):
+                        _finish(pipe, selector)
+            for pipe in [key.data for key in selector.get_map().values() if key.data is not None]:
+                left = fcntl.fcntl(pipe.descriptor, fcntl.F_GETPIPE_SZ)  # what a process left may write for ever
+                while left > 0 and (copied := _copy(pipe)):
+                    left -= copied
+                _finish(pipe, selector)
+
+
+def _copy(pipe: _Pipe) -> int:
+    """Copies lines that have arrived. Returns the number of bytes; 0 if there are none, or there will be none."""
+    try:
+        data = os.read(pipe.descriptor, READ_BYTES)
+    except BlockingIOError:
+        return 0
+    *lines, rest = (pipe.line + data).split(b"\n")
+    if len(rest) > MAX_LINE_BYTES:
+        lines, rest = [*lines, rest], bytearray()
+    _write(pipe, lines)
+    pipe.line = rest
+    return len(data)
+
+
+def _finish(pipe: _Pipe, selector: selectors.BaseSelector) -> None:
+    if pipe.line:
+        _write(pipe, [pipe.line])
+    selector.unregister(pipe.descriptor)
+    os.close(pipe.descriptor)
+
+
+def _write(pipe: _Pipe, lines: list[bytearray]) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever reads this has left; the processes go on
+        pipe.target.write(b"".join(pipe.prefix + line + b"\n" for line in lines))
+        pipe.target.flush()
+
+
+_PR_SET_PDEATHSIG: Final = 1
+
+_BOOT: Final = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else the launcher has died before that
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+"""Becomes a program that dies with the launcher, however that ends."""
+
+
+@final
+class ScriptProcess:
+    """A process of a Python program. It leads a process group, so that Ctrl-C reaches the launcher only.
+
+    It has what torch's ProcessContext uses of multiprocessing's processes.
+
+    pid: the id of the process.
+    sentinel: a file descriptor that can be read when the process has ended.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> None:
+        """Starts `python` with these arguments and variables. The process dies with the thread that calls this."""
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            process_group=0,
+        )
+        self.pid = self._popen.pid
+        self.sentinel = os.pidfd_open(self.pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit status, or the negative number of the signal that killed it; None while it runs."""
+        return self._popen.poll()
+
+    def is_alive(self) -> bool:
+        """Returns whether the process runs."""
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the process has ended, or for `timeout` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the process and those that it has started, unless it has ended."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the process and those that it has started, unless it has ended."""
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Closes the sentinel."""
+        os.close(self.sentinel)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_alive():
+            os.killpg(self.pid, number)
 
 
 def _parse_names(_ctx: click.Context, _option: click.Parameter, text: str | None) -> list[str] | None:

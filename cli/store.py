@@ -5,7 +5,7 @@ import threading
 
 import click
 
-from .examples import Command
+from .group import Command
 
 __all__ = ["command"]
 

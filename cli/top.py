@@ -2,7 +2,7 @@
 
 import click
 
-from .examples import Command
+from .group import Command
 
 __all__ = ["command"]
 

@@ -11,11 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from gradwire.c10d import TCPStore
 from gradwire.c10d.stores import remote, server
-from gradwire.cli import credential_checks, host_checks
-from gradwire.cli.clock_check import check_clock
+from gradwire.cli import doctor
+from gradwire.cli.doctor import check_clock, check_limits, check_memory, check_network, check_ports, check_versions
 from gradwire.cli.group import gradwire
-from gradwire.cli.host_checks import check_limits, check_memory, check_network, check_ports
-from gradwire.cli.installation import check_versions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,7 +69,7 @@ def test_certificates_are_valid_until(environment, tmp_path):
     for variable in ("CA", "CERTIFICATE", "KEY"):
         environment.setenv(f"GRADWIRE_{variable}", str(tmp_path / variable.lower()))
     (tmp_path / "key").chmod(0o600)
-    found = {finding.check: finding for finding in credential_checks.check_credentials()}
+    found = {finding.check: finding for finding in doctor.check_credentials()}
     assert {name: finding.level for name, finding in found.items()} == {
         "credentials": "ok",
         "GRADWIRE_KEY": "ok",
@@ -79,12 +77,12 @@ def test_certificates_are_valid_until(environment, tmp_path):
         "GRADWIRE_CERTIFICATE": "warning",
     }
     write(tmp_path, authority, "a", EXPIRED)
-    assert levels(credential_checks.check_credentials()) == {"credentials": "problem"}
+    assert levels(doctor.check_credentials()) == {"credentials": "problem"}
 
 
 def test_limits_and_small_memory_are_warned_of(monkeypatch):
-    monkeypatch.setattr(host_checks, "FEW_FILES", 1 << 40)
-    monkeypatch.setattr(host_checks, "SMALL_SHARED_MEMORY_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "FEW_FILES", 1 << 40)
+    monkeypatch.setattr(doctor, "SMALL_SHARED_MEMORY_BYTES", 1 << 60)
     assert levels(check_limits())["open files"] == "warning"
     assert levels(check_memory()) == {"memfd": "ok", "/dev/shm": "warning"}
 
@@ -117,9 +115,9 @@ def test_without_torch_the_rest_is_not_checked(monkeypatch):
 
 
 def test_it_knows_every_variable_that_gradwire_reads():
-    others = [path for path in [*MODULES, *LOOSE] if path.name != "credential_checks.py"]
+    others = [path for path in [*MODULES, *LOOSE] if path.name != "doctor.py"]
     read = {name for path in others for name in re.findall(r'"(GRADWIRE_[A-Z_]+)"', path.read_text())}
-    assert read == set(credential_checks.VARIABLES)
+    assert read == set(doctor.VARIABLES)
 
 
 @pytest.mark.parametrize(("ahead", "level"), [(0, "ok"), (30, "warning"), (-30, "warning")])

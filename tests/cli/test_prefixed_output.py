@@ -7,7 +7,7 @@ import struct
 import subprocess
 import termios
 
-from gradwire.cli.prefixed_output import MAX_LINE_BYTES, PrefixedOutput
+from gradwire.cli.spawn import MAX_LINE_BYTES, PrefixedOutput
 
 from tests.remote_functions import wait_until
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gradwire.c10d.rendezvous.url import LaunchedProcess, find_launched_process
-from gradwire.cli.credential_checks import VARIABLES
+from gradwire.cli.doctor import VARIABLES
 from gradwire.net.addresses import parse_ports
 
 from examples import parameter_server

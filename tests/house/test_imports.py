@@ -21,9 +21,8 @@ ALSO = {
     "rpc/fault_injection.py": {"extensions"},
     "compat/extensions.py": {"extensions"},
     "compat/__main__.py": {"cli"},  # `python -m gradwire.compat` is `gradwire run`
-    "cli/credential_checks.py": {"logs"},
     "cli/group.py": {"", "logs"},  # the version
-    "cli/installation.py": {""},
+    "cli/doctor.py": {"", "logs"},
     "launch/ray_actors.py": {"logs"},  # a process of its own
     "view/overview.py": {"logs"},  # whose last lines it shows
 }
