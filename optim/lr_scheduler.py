@@ -8,8 +8,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from ..torch_internals import tree_map_only
-from .checkpoint import check_class, qualified_name
-from .distributed_optimizer import DistributedOptimizer
+from .distributed_optimizer import DistributedOptimizer, check_class, qualified_name
 
 __all__ = ["DistributedLRScheduler"]
 

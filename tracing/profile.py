@@ -16,8 +16,7 @@ from ..rpc.contracts.agent import Destination, RpcAgent, current_agent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future
-from .chrome_trace import WorkerTrace, merge
-from .clocks import Clock, ClockReading, read_clock
+from .chrome_trace import Clock, ClockReading, WorkerTrace, merge, read_clock
 from .group_profile import END_PROFILE
 from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES, SETTINGS, ProfileRequest, decode
 

@@ -6,8 +6,7 @@ import zlib
 from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.tracing.call_spans import MAX_FIELDS, read_fields
-from gradwire.tracing.chrome_trace import WorkerTrace, merge
-from gradwire.tracing.clocks import Clock, ClockReading
+from gradwire.tracing.chrome_trace import Clock, ClockReading, WorkerTrace, merge
 from gradwire.tracing.recording import Call, Recording, Run, decode, encode
 from hypothesis import strategies as st
 

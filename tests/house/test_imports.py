@@ -23,7 +23,7 @@ ALSO = {
     "compat/__main__.py": {"cli"},  # `python -m gradwire.compat` is `gradwire run`
     "cli/group.py": {"", "logs"},  # the version
     "cli/doctor.py": {"", "logs"},
-    "launch/ray_actors.py": {"logs"},  # a process of its own
+    "launch/ray_cluster.py": {"logs"},  # a process of its own
     "view/overview.py": {"logs"},  # whose last lines it shows
 }
 PACKAGE_ARROWS = {

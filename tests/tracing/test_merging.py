@@ -4,8 +4,16 @@ import json
 import zlib
 
 import pytest
-from gradwire.tracing.chrome_trace import FIRST_ROW, PROCESSES_PER_WORKER, WorkerTrace, merge
-from gradwire.tracing.clocks import EXCHANGES, Clock, ClockReading, read_clock
+from gradwire.tracing.chrome_trace import (
+    EXCHANGES,
+    FIRST_ROW,
+    PROCESSES_PER_WORKER,
+    Clock,
+    ClockReading,
+    WorkerTrace,
+    merge,
+    read_clock,
+)
 from gradwire.tracing.recording import MIN_BYTES, Call, Recording, Run, decode, encode
 from hypothesis import given
 from hypothesis import strategies as st

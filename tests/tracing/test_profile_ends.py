@@ -9,9 +9,8 @@ from gradwire.errors import RpcError, RpcTimeoutError
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.tracing import group_profile
-from gradwire.tracing.group_profile import GroupProfile
+from gradwire.tracing.group_profile import GroupProfile, Recorder
 from gradwire.tracing.profile import _Session
-from gradwire.tracing.recorder import Recorder
 from gradwire.tracing.recording import ProfileRequest
 
 from tests.remote_functions import set_event, wait_for, wait_until
