@@ -1,6 +1,6 @@
 """Distributed autograd, with the API of `torch.distributed.autograd`."""
 
-from .api import backward, context, get_gradients
+from .extension import backward, context, get_gradients
 
 __all__ = ["backward", "context", "get_gradients"]
 

@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import AutogradError, LimitReachedError, PolicyError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, MessageType, Request, UnwantedMessageError
-from ..rpc.contracts.policy import message_value
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, text_of, without_frames
 from . import replicas
 from .backward_pass import PassPart
-from .context import Context, Exchanged
-from .contexts import Contexts
+from .contexts import Context, Contexts, Exchanged
 from .gradient_sender import (
     AnsweringSender,
     Compressed,
@@ -39,7 +37,6 @@ from .graph import Closure, Graph, SendId, start_node
 from .part import Part
 
 __all__ = [
-    "AnomalyMode",
     "AnomalyScopes",
     "Engine",
     "Mode",
@@ -61,47 +58,36 @@ EXTRA_TIMEOUT_S = 10.0
 error, which says what it waited for, arrives first."""
 
 
-@message_value
-class AnomalyMode(NamedTuple):
-    """The settings of `torch.autograd.set_detect_anomaly`."""
-
-    enabled: bool
-    check_nan: bool = True
-
-    @classmethod
-    def current(cls) -> "AnomalyMode":
-        """Returns the settings of this process."""
-        return cls(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-
-    def apply(self) -> None:
-        """Makes these the settings of this process."""
-        torch.autograd.set_detect_anomaly(self.enabled, self.check_nan)
-
-
 @final
 class AnomalyScopes:
-    """Enters the mode with the first scope that asks for it, and leaves it with the last."""
+    """Enters torch's anomaly mode with the first scope that asks for it, and leaves it with the last.
+
+    torch has one mode for the process and all its threads. A worker is in it while it runs a call, or its part of
+    a backward pass, for a worker that is in it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._before = AnomalyMode(enabled=False)
+        self._first: torch.autograd.set_detect_anomaly | None = None
+        """Restores what was set before the first scope."""
 
     @contextmanager
-    def scope(self, mode: AnomalyMode) -> Iterator[None]:
-        """Context manager for running what a worker in this mode asks for."""
+    def scope(self, check_nan: bool) -> Iterator[None]:
+        """Context manager for running what a worker in this mode asks for, with its `check_nan`."""
         with self._lock:
-            if not self._count:
-                self._before = AnomalyMode.current()
+            mode = torch.autograd.set_detect_anomaly(True, check_nan)  # noqa: FBT003 - sets the mode at once
+            if self._first is None:
+                self._first = mode
             self._count += 1
-            mode.apply()
         try:
             yield
         finally:
             with self._lock:
                 self._count -= 1
-                if not self._count:
-                    self._before.apply()
+                if not self._count and self._first is not None:
+                    self._first.__exit__()
+                    self._first = None
 
 
 def _complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set[SendId]:
@@ -166,7 +152,7 @@ class _PassRequest(NamedTuple):
 
     message_ids: the sends of the worker that take part.
     timeout: seconds for which gates wait, 0 for no timeout.
-    anomaly: the anomaly mode of the worker that called `backward`; None if it is off.
+    anomaly: `check_nan` of the anomaly mode of the worker that called `backward`; None if the mode is off.
 
     It is sent as a plain tuple, which unpickles faster.
     """
@@ -176,7 +162,7 @@ class _PassRequest(NamedTuple):
     message_ids: list[int]
     retain_graph: bool
     timeout: float
-    anomaly: AnomalyMode | None
+    anomaly: bool | None
 
 
 @final
@@ -364,7 +350,7 @@ class Engine:
             one_root_at_a_time=self.one_root_at_a_time,
         )
         pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
-        anomaly = AnomalyMode.current() if torch.is_anomaly_enabled() else None
+        anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
         requests = {}
         for worker, of_worker in message_ids.items():
             requests[worker] = _PassRequest(context.id, pass_id, of_worker, retain_graph, timeout, anomaly)

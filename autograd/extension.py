@@ -1,29 +1,31 @@
-"""Connects distributed autograd to an agent: hooks on its messages, and handlers of autograd's requests.
+"""Distributed autograd of one agent: hooks on its messages, handlers of its requests, and functions for programs.
 
 A message with tensors that require grad is a *send* on the sending worker, and a *receive* on the receiving one.
 The output of the send's autograd node is its *gate*, at which a backward pass enters the sender's graph. The
 *closure* of a send is the set of all sends that receive a gradient if the send does (graph.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import final
+from typing import final, get_args
 
 import torch
 
 from ..errors import WorkerSuspectError
 from ..proto.v1 import agent_pb2
-from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.agent import RpcAgent, current_agent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
 from ..rpc.contracts.worker import WorkerEnd, WorkerInfo
-from .context import Context, inside
-from .contexts import Contexts
-from .engine import AnomalyMode, AnomalyScopes, Engine
+from .contexts import Context, Contexts, inside
+from .engine import AnomalyScopes, Engine, Mode, check_roots
 from .gradient_sender import GRADIENTS
 from .graph import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 
-__all__ = ["Autograd"]
+__all__ = ["Autograd", "backward", "context", "get_gradients"]
+
+MODES = get_args(Mode)
 
 
 @final
@@ -104,7 +106,7 @@ class Autograd(Extension):
         header.context_id = context.id
         if request is None and torch.is_anomaly_enabled():
             header.anomaly = True
-            header.anomaly_check_nan = AnomalyMode.current().check_nan
+            header.anomaly_check_nan = torch.is_anomaly_check_nan_enabled()
 
     def may_repeat(self) -> bool:
         """Returns False inside a context, because a thread that sends the request again is not inside it."""
@@ -155,7 +157,7 @@ class Autograd(Extension):
         header = message.envelope.autograd
         if not header.anomaly:
             return inside(context)
-        return self._inside(context, AnomalyMode(enabled=True, check_nan=header.anomaly_check_nan), message)
+        return self._inside(context, header.anomaly_check_nan, message)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
@@ -191,13 +193,13 @@ class Autograd(Extension):
         self.contexts.leave_to_parent()
 
     @contextmanager
-    def _inside(self, context: Context, anomaly: AnomalyMode, message: Incoming) -> Iterator[None]:
+    def _inside(self, context: Context, check_nan: bool, message: Incoming) -> Iterator[None]:
         """Context manager that makes an autograd context current, and an anomaly mode until the call has run.
 
         The mode is that of all threads, and the next call may begin as soon as this one is answered.
         """
         with inside(context), ExitStack() as mode:
-            mode.enter_context(self._anomaly.scope(anomaly))
+            mode.enter_context(self._anomaly.scope(check_nan))
             message.on_ran = mode.close
             yield
 
@@ -211,3 +213,84 @@ def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:
     if not header.closure_omitted:
         return closure
     return union([closure, Closure(omitted=frozenset({(sender, header.message_id)}))])
+
+
+@final
+class context:  # noqa: N801 - a context manager, used like a function
+    """Context manager for a forward pass and its backward passes, on all workers that its calls reach.
+
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", forward, (x,)).sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    Calls that this thread, or this asyncio task, makes inside belong to the context, and so do those of the called
+    functions, and of tasks and callbacks that are made inside. At its end the context is released on all workers
+    that it has reached.
+
+    It gives the id of the context. Entering it raises NotInitializedError if RPC is not initialized.
+    """
+
+    __slots__ = ("_before", "_contexts", "_opened")
+
+    _contexts: Contexts
+    _opened: Context
+    _before: Context | None
+
+    def __enter__(self) -> int:
+        self._contexts = current_agent().extension(Autograd).contexts
+        self._opened = self._contexts.open()
+        self._before = Context.current()
+        Context.set_current(self._opened)
+        return self._opened.id
+
+    def __exit__(self, *_: object) -> None:
+        Context.set_current(self._before)
+        self._contexts.release(self._opened.id)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    *,
+    mode: Mode = "smart",
+    timeout: float = 0.0,
+) -> None:
+    """Computes the gradients of the sum of the roots with respect to all leaves, on all workers.
+
+    The gradients are accumulated in the context, on the worker of each leaf. No `.grad` is changed.
+
+    Args:
+        context_id: what `context()` yielded.
+        roots: scalar tensors on this worker that require grad.
+        retain_graph: keep the graph for further passes over it.
+        mode: "smart" runs what the roots depend on. "fast" does as torch: it waits for the gradients of all
+            messages of the context, for ever if the roots do not depend on one of them. It asks all workers what
+            they have sent.
+        timeout: seconds that the pass may take on each worker, 0 for no timeout.
+
+    Raises:
+        ValueError: the mode is unknown, or the timeout negative.
+        UnknownContextError: there is no such context.
+        AutogradError: the roots cannot be differentiated.
+        RpcTimeoutError: the pass took longer; the message names the gradients that are missing.
+        Exception: the first error on any worker; the pass has ended on all of them.
+    """
+    autograd = current_agent().extension(Autograd)
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}: give one of {', '.join(map(repr, MODES))}")
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}: give seconds, or 0 for no timeout")
+    found = autograd.contexts.get(context_id)
+    check_roots(roots)
+    autograd.engine.backward(found, roots, retain_graph=retain_graph, mode=mode, timeout=timeout)
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Returns the gradients that a context has accumulated for the leaves of this worker, by leaf.
+
+    Raises:
+        UnknownContextError: there is no such context.
+    """
+    return current_agent().extension(Autograd).contexts.get(context_id).gradients.get()

@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 from ..torch_internals import profiler_enabled, run_backward
 from . import replicas
 from .backward_pass import BackwardPass, PartialGradients
-from .context import Context
+from .contexts import Context
 from .gradient_sender import TensorGradients
 from .gradients import total
 from .graph import AccumulateGrad, Graph, start_node

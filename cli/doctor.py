@@ -31,6 +31,7 @@ __all__ = [
     "Finding",
     "check_clock",
     "check_credentials",
+    "check_engines",
     "check_limits",
     "check_memory",
     "check_network",
@@ -145,7 +146,7 @@ def check_versions() -> Iterator[Finding]:
         yield _ok(package, _version_of(package) or "not installed (optional)")
 
 
-def _check_engines() -> Iterator[Finding]:
+def check_engines() -> Iterator[Finding]:
     """Yields which engines run here. mpi and nccl need packages that are optional."""
     from ..c10d.groups.backends import BUILTIN_ENGINES, why_unavailable
 
@@ -398,7 +399,7 @@ def check_clock(store: str | None = None) -> Iterator[Finding]:
 
 SECTIONS: dict[str, Callable[[], Iterable[Finding]]] = {
     "Versions": check_versions,
-    "Engines of process groups": _check_engines,
+    "Engines of process groups": check_engines,
     "Network": check_network,
     "Ports": check_ports,
     "Sockets of one host": _check_sockets,

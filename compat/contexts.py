@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import autograd
-from ..autograd.context import Context
+from ..autograd.contexts import Context
 from ..autograd.engine import check_roots
 from ..autograd.extension import Autograd
 from ..errors import AutogradError, GradwireError, RemoteError

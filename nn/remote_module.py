@@ -1,13 +1,22 @@
-"""RemoteModule: an nn.Module whose parameters and computation are on another worker."""
+"""RemoteModule: an nn.Module whose parameters and computation are on another worker.
 
+`torch.jit.script` compiles the source of methods, and RemoteModule's methods have no concrete types. So torch.jit
+gets a substitute module instead. Its methods have the signature that the interface declares, and a body of one
+statement that calls back into Python.
+"""
+
+import ast
 import contextlib
 import inspect
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.jit.frontend import build_def
 
 from ..rpc.calls.sending import note_future
 from ..rpc.contracts.agent import current_agent
@@ -17,10 +26,145 @@ from ..rpc.contracts.messages import check_call, check_received
 from ..rpc.contracts.policy import MethodGuard, expose, guarded_by, message_value
 from ..rpc.execution.futures import Future
 from ..rref.rref import RRef, call_needing, remote
-from ..torch_internals import RecursiveScriptModule, tree_map_only
-from .script import check_interface, compile_module, reduce_script_module, scriptable_module
+from ..torch_internals import (
+    FunctionModifiers,
+    RecursiveScriptModule,
+    ScriptMethodStub,
+    compile_script,
+    createResolutionCallbackFromClosure,
+    load_script,
+    parse_def,
+    save_script,
+    tree_map_only,
+)
 
-__all__ = ["SENT_ATTRIBUTES", "ModuleReducers", "RemoteModule", "refuse_method"]
+__all__ = [
+    "SENT_ATTRIBUTES",
+    "ModuleReducers",
+    "RemoteModule",
+    "refuse_method",
+]
+
+_compile_lock = threading.Lock()
+"""Held while torch.jit compiles, which is not thread-safe."""
+
+M = TypeVar("M", bound=nn.Module)
+
+TRAVERSAL_METHODS = ("children", "modules", "named_children", "named_modules")
+"""Methods of nn.Module that list submodules. They work on a RemoteModule, which has none but itself."""
+
+
+def _check_interface(interface: object) -> None:
+    """Raises ValueError unless `interface` is a TorchScript interface that declares `forward`."""
+    if not hasattr(interface, "__torch_script_interface__") or not hasattr(interface, "forward"):
+        raise ValueError(
+            f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface "
+            "with a method forward"
+        )
+
+
+def _compile_module(module: nn.Module) -> nn.Module:
+    """Compiles a module as `torch.jit.script` does."""
+    with _compile_lock:
+        return compile_script(module)
+
+
+def _reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:
+    """Reduces a compiled module for pickling. Raises RuntimeError if it contains a RemoteModule."""
+    if any(hasattr(part, "calls_another_worker") for part in module.modules()):
+        raise RuntimeError(
+            "Passing a script RemoteModule over RPC is not supported. Send the reference to its module, "
+            "get_module_rref() before compilation, and pass that to RemoteModule.init_from_module_rref there"
+        )
+    return load_script, (save_script(module),)
+
+
+def _scriptable_module(interface: type, call: Callable[..., torch.futures.Future[Any]]) -> nn.Module:
+    """Returns a module with `forward` and `forward_async` that `torch.jit.script` can compile.
+
+    The `forward` of the interface declares the types; `call` starts the call that both methods make.
+    """
+    declaration = interface.forward  # type: ignore[attr-defined]
+    signature = inspect.signature(declaration, eval_str=True)
+    in_flight: dict[int, torch.futures.Future[Any]] = {}
+    call_ids = itertools.count()
+
+    # In two steps, because torch.jit.fork runs its function on another thread, which is in no autograd context.
+    def start(*args: Any) -> int:
+        call_id = next(call_ids)
+        in_flight[call_id] = call(*args)
+        return call_id
+
+    def finish(call_id: int) -> Any:
+        return in_flight.pop(call_id).wait()
+
+    parameters = [each.replace(default=inspect.Parameter.empty) for each in signature.parameters.values()][1:]
+    names = {
+        "_start": _call_as_python(start, signature.replace(parameters=parameters, return_annotation=int)),
+        "_finish": _call_as_python(
+            finish, inspect.signature(finish).replace(return_annotation=signature.return_annotation)
+        ),
+        "_fork": torch.jit.fork,
+    }
+    arguments = ", ".join(each.name for each in parameters)
+
+    class ScriptableRemoteModule(_NotPicklable):  # torch.jit compiles a class once, so each module needs its own
+        forward: Any = _Method.from_declaration(
+            declaration, "forward", f"return _finish(_start({arguments}))", names
+        )
+        forward_async = _Method.from_declaration(
+            declaration, "forward_async", f"return _fork(_finish, _start({arguments}))", names
+        )
+
+    return ScriptableRemoteModule()
+
+
+def _call_as_python(function: Callable[..., Any], signature: inspect.Signature) -> Any:
+    """Makes compiled code call `function` in Python, with this signature, instead of compiling it."""
+    vars(function)["__signature__"] = signature
+    return torch.jit.ignore(function)  # type: ignore[no-untyped-call]
+
+
+class _Method(ScriptMethodStub):
+    """A method for torch.jit to compile, made from a syntax tree instead of source."""
+
+    _torchscript_modifier = FunctionModifiers.EXPORT
+
+    @classmethod
+    def from_declaration(cls, declaration: Any, name: str, statement: str, names: dict[str, Any]) -> "_Method":
+        """Makes a method with the parameters of a function; its body is a statement with these names."""
+        parsed = parse_def(declaration)  # type: ignore[no-untyped-call]
+        definition = parsed.ast.body[0]
+        definition.body = ast.parse(statement).body
+        definition.returns = None  # torch.jit infers it
+        outer = createResolutionCallbackFromClosure(declaration)
+        tree = build_def(  # type: ignore[no-untyped-call]
+            parsed.ctx, definition, None, name, self_name="RecursiveScriptModule"
+        )
+        return cls(lambda text: names[text] if text in names else outer(text), tree, declaration)
+
+    def __call__(self, *_: Any) -> NoReturn:
+        """Exists because torch.jit only exports callables; the module must be compiled before it is called."""
+        raise TypeError("this module can only be called after compiling it with torch.jit.script")
+
+
+class _NotPicklable(nn.Module):
+    """Base of all compiled RemoteModules: marks them, and refuses to be pickled."""
+
+    calls_another_worker: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls_another_worker = True
+
+    @torch.jit.export
+    def __getstate__(self) -> None:
+        raise RuntimeError("RemoteModule can only be pickled when using RPC")
+
+    @torch.jit.export
+    def __setstate__(self, state: torch.Tensor) -> None:
+        raise RuntimeError("RemoteModule can only be unpickled when using RPC")
+
 
 SENT_ATTRIBUTES = (
     "on",
@@ -33,12 +177,6 @@ SENT_ATTRIBUTES = (
 """The attributes that are sent when a RemoteModule is passed to another worker."""
 
 ModuleReference = RRef[nn.Module]
-
-
-M = TypeVar("M", bound=nn.Module)
-
-TRAVERSAL_METHODS = ("children", "modules", "named_children", "named_modules")
-"""Methods of nn.Module that list submodules. They work on a RemoteModule, which has none but itself."""
 
 
 def _refuse_inherited_methods(module_class: type[M]) -> type[M]:
@@ -127,7 +265,7 @@ class RemoteModule(nn.Module):
         agent = current_agent()
         owner = agent.info if worker is None else agent.worker(worker)
         if _module_interface_cls is not None:
-            check_interface(_module_interface_cls)
+            _check_interface(_module_interface_cls)
         call = (*check_call(module_cls, args, kwargs), device, _module_interface_cls is not None)
         self._attach(remote(owner, _create_on_owner, call), device, _module_interface_cls)
 
@@ -151,7 +289,7 @@ class RemoteModule(nn.Module):
         if not isinstance(module_rref, RRef):
             raise TypeError(f"module_rref is of type {type(module_rref).__name__}: give an RRef to a module")
         if _module_interface_cls is not None:
-            check_interface(_module_interface_cls)
+            _check_interface(_module_interface_cls)
         module = _empty()
         _, device = _parse_placement(remote_device)
         module._attach(module_rref, device, _module_interface_cls)
@@ -265,7 +403,7 @@ class RemoteModule(nn.Module):
             raise RuntimeError(
                 f"{self} has no interface for torch.jit.script: construct it with _module_interface_cls"
             )
-        return scriptable_module(self.module_interface_cls, self.forward_async)
+        return _scriptable_module(self.module_interface_cls, self.forward_async)
 
 
 def _parse_placement(text: str) -> tuple[str | int | None, str]:
@@ -333,7 +471,7 @@ def _create_on_owner(
             f"but it returns an instance of {type(module)}."
         )
     module.to(device)
-    return compile_module(module) if scripted else module
+    return _compile_module(module) if scripted else module
 
 
 def _call_guarded(guard: MethodGuard, module_rref: ModuleReference, *args: Any) -> Any:
@@ -404,4 +542,4 @@ class ModuleReducers(Extension):
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """Returns the reducers of RemoteModule and of modules compiled by torch.jit."""
-        return {RemoteModule: _reduce, RecursiveScriptModule: reduce_script_module}
+        return {RemoteModule: _reduce, RecursiveScriptModule: _reduce_script_module}

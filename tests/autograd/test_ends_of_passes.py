@@ -7,7 +7,7 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd import backward_pass
-from gradwire.autograd.context import Context
+from gradwire.autograd.contexts import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
 from gradwire.rpc.contracts.agent import current_agent

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd import graph
-from gradwire.autograd.context import Context
+from gradwire.autograd.contexts import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
 
@@ -456,7 +456,7 @@ def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
 
         leaves = [torch.ones(3, 3, requires_grad=True), torch.eye(3).to_sparse().requires_grad_()]
         before = [each._use_count() for each in leaves]  # type: ignore[attr-defined]
-        with patch("gradwire.autograd.context.apply_with_grad", apply), autograd.context():
+        with patch("gradwire.autograd.contexts.apply_with_grad", apply), autograd.context():
             rpc.rpc_sync("worker1", identity, (leaves,))
         return before, at_the_gate
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.context import Context
+from gradwire.autograd.contexts import Context
 from gradwire.rpc import aio
 
 from tests.remote_functions import wait_until
