@@ -188,18 +188,11 @@ class Packer:
                 extractor = self._idle.pop()
             except IndexError:
                 extractor = self._make_extractor()
-            try:
-                packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
-            except BaseException:
-                extractor.reset()  # it is not used again, but only the garbage collector frees it
-                raise
-            if not extractor.is_reset:
+            packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
+            if extractor.parameter_ids:
                 packed = self._with_leaves(packed, extractor, value)
-                is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
-                extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
-                if not is_small:
-                    return packed
-            self._idle.append(extractor)
+            if extractor.is_reusable:
+                self._idle.append(extractor)
             return packed
         except _SharedMemoryError:
             pass
@@ -216,11 +209,8 @@ class Packer:
     def _pack_apart(self, value: object, device_map: DeviceMap) -> Packed:
         """Pickles a value by a pickler of its own, with none of its tensors inside the pickle."""
         extractor = self._make_extractor()
-        try:
-            packed = extractor.pickle(value, device_map, with_small=False)
-            return self._with_leaves(packed, extractor, value)
-        finally:
-            extractor.reset()
+        packed = extractor.pickle(value, device_map, with_small=False)
+        return self._with_leaves(packed, extractor, value) if extractor.parameter_ids else packed
 
     def _explained(
         self, error: Exception, value: object, label: str | Sequence[str], device_map: DeviceMap
@@ -238,8 +228,6 @@ class Packer:
 
     def _with_leaves(self, packed: Packed, extractor: "_Extractor", value: object) -> Packed:
         """Returns a pickled value with the indices of the tensors that arrive as leaves."""
-        if not extractor.parameter_ids:
-            return packed
         detached = any(detaches(value) for detaches in self._detaches)
         leaves = set(extractor.parameter_ids) if detached else extractor.owned_parameters()
         return Packed((packed.body, packed.tensors, packed.references, leaves))
@@ -258,7 +246,7 @@ class _Extractor:
         "_small_bytes_left",
         "_stream",
         "_tensors",
-        "is_reset",
+        "is_reusable",
         "parameter_ids",
     )
 
@@ -271,9 +259,9 @@ class _Extractor:
     ) -> None:
         """Makes a pickler of this kind with these reducers by class, for these classes of references."""
         self.parameter_ids: dict[int, int] = {}
-        """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
-        self.is_reset = True
-        """Whether it has forgotten the last value."""
+        """By the index of a tensor of the last value that is a Parameter, the `id` of the Parameter."""
+        self.is_reusable = False
+        """Whether pickling another value takes no longer than with another pickler."""
         self._tensors: list[torch.Tensor] = []
         self._references: list[Any] = []
         self._owned_ids: set[int] = set()
@@ -303,42 +291,31 @@ class _Extractor:
             _SharedMemoryError: tensors share memory, so small ones cannot be in the pickle.
             Exception: whatever pickling the value raises.
         """
-        self._small_bytes_left = MAX_SMALL_BYTES if with_small else 0
-        tensors = self._tensors = []
-        references = self._references = []
-        self.is_reset = False
-        self._pickler.dump(value)
-        body = self._stream.getvalue()
-        if tensors:
-            check_all_sendable(tensors, device_map)
-            if self._addresses and not self._addresses.isdisjoint(storage_addresses(tensors)):
-                raise _SharedMemoryError
-        if len(body) < SMALL_BODY_BYTES and not (self.parameter_ids or self._owned_ids or self._addresses):
-            self.is_reset = True  # as `reset` does
-            self._tensors, self._references = [], []
-            self._reset_pickler()
-            self._stream.seek(0)
-            self._stream.truncate()
-        return Packed((body, tensors, references, _NO_LEAVES))
-
-    def reset(self) -> None:
-        """Forgets the last value."""
-        self.is_reset = True
-        self._tensors, self._references = [], []
-        self._reset_pickler()
-        self._stream.seek(0)
-        self._stream.truncate()
         if self.parameter_ids:
             self.parameter_ids.clear()
         if self._owned_ids:
             self._owned_ids.clear()
         if self._addresses:
             self._addresses.clear()
-
-    def is_small(self) -> bool:
-        """Returns whether resetting it takes no longer than making another one."""
-        # A tensor is two objects.
-        return 2 * len(self._tensors) < MANY_OBJECTS and len(self._pickler.memo.copy()) < MANY_OBJECTS
+        self._small_bytes_left = MAX_SMALL_BYTES if with_small else 0
+        tensors = self._tensors = []
+        references = self._references = []
+        try:
+            self._pickler.dump(value)
+            body = self._stream.getvalue()
+            if tensors:
+                check_all_sendable(tensors, device_map)
+                if self._addresses and not self._addresses.isdisjoint(storage_addresses(tensors)):
+                    raise _SharedMemoryError
+            self.is_reusable = len(body) < SMALL_BODY_BYTES or (
+                2 * len(tensors) < MANY_OBJECTS and len(self._pickler.memo.copy()) < MANY_OBJECTS
+            )  # a tensor is two objects
+        finally:  # else it keeps the value until the next one, or until the garbage collector frees it
+            self._tensors, self._references = [], []
+            self._reset_pickler()
+            self._stream.seek(0)
+            self._stream.truncate()
+        return Packed((body, tensors, references, _NO_LEAVES))
 
     def owned_parameters(self) -> AbstractSet[int]:
         """Returns the indices of the Parameters that belong to modules or optimizers."""
