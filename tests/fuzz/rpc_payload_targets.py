@@ -16,9 +16,8 @@ from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.base import ChannelDependencies, PayloadLostError
 from gradwire.rpc.channels.channels import Channels
-from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
-from gradwire.rpc.channels.cuda.devices import Devices
-from gradwire.rpc.channels.cuda.segments import FIRST_NUMBER, MAX_MAPPED
+from gradwire.rpc.channels.cuda.channel import MAX_MAPPED, CudaIpcChannel
+from gradwire.rpc.channels.cuda.devices import FIRST_NUMBER, Devices
 from gradwire.rpc.channels.payloads import EnvelopePayloads, body_of
 from gradwire.rpc.channels.segments import SEALS
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions

@@ -18,16 +18,20 @@ from ...contracts.options import RpcBackendOptions
 from ...execution.executor import Executor
 from ..base import SegmentLimit
 from .runtime import DeviceRuntime
-from .segments import FIRST_NUMBER, MAX_SEGMENTS
 
-__all__ = ["DeviceStaging", "Devices"]
+__all__ = ["FIRST_NUMBER", "DeviceStaging", "Devices"]
+
+MAX_SEGMENTS = 1024
+"""Segments of one agent. Each has an event that is shared, of which a process can have some 20,000."""
+
+FIRST_NUMBER = 1 << 62
+"""Of the segments. Those of shared memory have smaller numbers, as both are given back in the same frames."""
 
 MAX_DIRECT_BYTES = 64 << 10
 """Bytes of a message, at most, that are copied to the host without page-locked memory if the device is idle."""
 
 LOOK_S = 3e-4
 """Seconds in which a thread looks again and again whether copies are complete, before it sleeps until they are."""
-
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a closing agent waits until its segments are freed."""

@@ -9,7 +9,7 @@ import torch
 from gradwire import rpc
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.base import PayloadLostError
-from gradwire.rpc.channels.cuda.segments import MappedDeviceSegments
+from gradwire.rpc.channels.cuda.channel import MappedDeviceSegments
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.options import KIB, MIB
 
