@@ -21,7 +21,6 @@ __all__ = [
     "INSTALL_VIEW",
     "MAX_ATTACHED_BYTES",
     "MAX_BULK_CONNECTIONS",
-    "OTEL_VARIABLE",
     "SEND_CODE",
     "BroadcastOptions",
     "ChannelOptions",

@@ -30,11 +30,9 @@ ACCEPTS = ("anything", "exposed", "plain")
 MAX_DEPTH = 1000
 """Levels of containers whose hash does not overflow the stack of C, of a thread that has 512 KiB."""
 
-
 T = TypeVar("T")
 
 _MARK = "_gradwire_exposure"
-
 
 MethodGuard = Callable[[object, str], None]
 """Raises PolicyError if the sender of a message may not call a method, or read an attribute, of a value."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.rpc.execution import poller as waiter_module
+from gradwire.rpc.execution import poller
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
 
@@ -35,7 +35,7 @@ class Descriptor:
 def clock(monkeypatch):
     """Has each look of a spinner take 10 µs."""
     times = itertools.count()
-    monkeypatch.setattr(waiter_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
+    monkeypatch.setattr(poller, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
 
 
 def test_a_descriptor_that_becomes_ready_is_found():

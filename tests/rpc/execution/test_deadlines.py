@@ -12,8 +12,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.execution import executor
-from gradwire.rpc.execution import timers as deadlines_module
+from gradwire.rpc.execution import executor, timers
 from gradwire.rpc.execution.timers import MAX_SETTLED_ENTRIES, Deadlines
 from gradwire.rpc.peers.peer import Peer
 from gradwire.rpc.requests.call import State
@@ -49,7 +48,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(deadlines_module, "time", made)
+    monkeypatch.setattr(timers, "time", made)
     return made
 
 
