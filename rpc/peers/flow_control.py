@@ -36,7 +36,6 @@ __all__ = [
     "Backlog",
     "Backlogs",
     "FlowControl",
-    "Nesting",
     "Waiter",
     "Window",
     "has_event_loop",
@@ -61,10 +60,10 @@ MAX_CALLS_FACTOR = 2
 CHECK_INTERVAL_S = 0.02
 """Seconds between two looks at the queues of workers whose calls wait."""
 
-TOTAL_OPTIONS = frozenset({"max_total_in_flight", "max_total_in_flight_bytes"})
+_TOTAL_OPTIONS = frozenset({"max_total_in_flight", "max_total_in_flight_bytes"})
 
 
-class Nesting(threading.local):
+class _Nesting(threading.local):
     """How many calls the calls of this thread are inside of, 0 outside of remote functions, and until when."""
 
     depth = 0
@@ -139,7 +138,7 @@ class FlowControl:
     """Counts the calls of one agent that are in flight, and has more of them wait. Safe to use from any thread."""
 
     def __init__(self, options: FlowControlOptions) -> None:
-        self.nesting = Nesting()
+        self.nesting = _Nesting()
         self._options = options
         self._max_calls, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
         self._max_total_calls = options.max_total_in_flight
@@ -308,11 +307,11 @@ class FlowControl:
             queue = window.waiting[depth]
             while queue:
                 exceeded = self._exceeded(window, queue[0].charge)
-                if exceeded in TOTAL_OPTIONS:
+                if exceeded in _TOTAL_OPTIONS:
                     # First: until it is set, calls are released without the lock.
                     self._is_total_full = True
                     exceeded = self._exceeded(window, queue[0].charge)
-                    is_total_full |= exceeded in TOTAL_OPTIONS
+                    is_total_full |= exceeded in _TOTAL_OPTIONS
                 if exceeded is not None or (is_blocked and window.count_at(depth)):
                     is_blocked = True
                     break

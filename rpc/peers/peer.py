@@ -39,23 +39,12 @@ from .control import ControlStream
 from .flow_control import CALL_BYTES, Backlog, Window
 from .link import Absence, Link, Links, LinkState
 
-__all__ = [
-    "INLINE",
-    "LARGE_BYTES",
-    "MessageListener",
-    "Pause",
-    "Peer",
-    "PeerParts",
-    "Peers",
-    "ReceivedQueue",
-    "Traffic",
-    "check_size",
-]
+__all__ = ["INLINE", "MessageListener", "Pause", "Peer", "PeerParts", "Peers", "ReceivedQueue", "check_size"]
 
 INLINE = "inline"
 """The name of the channel of what is in an envelope, or attached to it."""
 
-LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
 """Bytes of an envelope from which on it may be larger than what receivers accept."""
 
 Pause = concurrent.futures.Future[None] | None
@@ -186,7 +175,7 @@ class ReceivedQueue:
 
 
 @final
-class Traffic:
+class _Traffic:
     """The messages, and the bytes of their bodies and tensors, in both directions. Safe to use from any thread.
 
     Whoever sends or receives a message with all of its bytes inside counts that up here, with the lock.
@@ -272,7 +261,7 @@ class Peer:
     """What it has not read of the answers to it."""
     control: ControlStream
     """The control messages to it, and from it."""
-    traffic: Traffic
+    traffic: _Traffic
     """What has gone between it and this worker."""
 
     def __init__(self, member: Member, parts: PeerParts, *, is_me: bool = False) -> None:
@@ -367,7 +356,7 @@ class Peer:
             SendFailedError: it was not sent for another reason.
             SerializationError: the envelope is larger than a frame can be.
         """
-        if len(envelope) > LARGE_BYTES:
+        if len(envelope) > _LARGE_BYTES:
             check_size(envelope, attached)
         try:
             self.transport.send(envelope, attached)
@@ -559,7 +548,7 @@ _PARTS: Mapping[str, Callable[[Peer], Any]] = {
     "backlog": lambda peer: Backlog(peer.info, peer.queued_bytes),
     "control": lambda peer: ControlStream(peer.info),
     "received": lambda peer: ReceivedQueue(peer._parts.flow_control),
-    "traffic": lambda _: Traffic(),
+    "traffic": lambda _: _Traffic(),
     "window": lambda peer: Window(peer.info),
 }
 
