@@ -95,6 +95,7 @@ class ChunkedChannel:
     def drop(self, error: Exception) -> None:
         """Stops sending, and fails what is expected. What the stream of a lost peer still brings is dropped."""
         self.is_served = isinstance(error, ConnectionError)
+        self._starting.clear()  # their envelopes went by the connection that has ended
         receiver, self.receiver = self.receiver, _ChunkReceiver()
         receiver.fail(error)
         sender, self._sender = self._sender, None
@@ -111,8 +112,7 @@ class ChunkedChannel:
         self._dependencies.loop.call_soon_threadsafe(self._enqueue, number, data)
 
     def _enqueue(self, number: int, data: memoryview) -> None:
-        self._starting.pop(number, None)
-        if self._peer.end is not None:
+        if self._starting.pop(number, None) is None or self._peer.end is not None:
             return
         if self._sender is None:
             self._sender = _ChunkSender(self._dependencies, self._peer.member, self._on_broken)

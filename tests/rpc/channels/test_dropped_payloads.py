@@ -59,3 +59,24 @@ def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monk
         read_old_message(a, b.info, agent_pb2.Payload(segment=segment))
         assert isinstance(rejected.get(timeout=20), PayloadLostError) == is_lost
         wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
+
+
+def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agents):
+    """Its envelope went by that connection: on the next one, it would hold up all payloads behind it."""
+    a, b = agents(2, transports=("grpc",))
+    data = torch.ones(1 << 16)
+    with holder.using(a):
+        assert torch.equal(rpc.rpc_sync(b.info, identity, (data,)), data)
+    peer = a.peers.of(b.info)
+
+    async def start_and_break() -> None:
+        _, start = peer.channels.chunked.send(memoryview(bytes(1000)))
+        start()  # queued when the loop gets to it
+        assert peer.channels.chunked.queued_bytes == 1000
+        peer.break_off("its connection broke")
+
+    a._network._events.run(start_and_break())
+    wait_until(lambda: peer.absence is None)
+    assert peer.channels.chunked.queued_bytes == 0
+    with holder.using(a):
+        assert torch.equal(rpc.rpc_sync(b.info, identity, (data,), timeout=20), data)
