@@ -104,12 +104,12 @@ class GrpcStream:
         """Whether the loop has to be woken for an envelope that is queued. Set on the loop only."""
         self._parts = parts
         self._loop = parts.loop
-        self.peer = peer
-        self.address = address
+        self._peer = peer
+        self._address = address
         self._worker = peer.info
         # All attributes that follow are used on the loop only.
-        self.number = number
-        """That of this stream: the greatest that either worker has counted to."""
+        self._number = number
+        """The greatest that either worker has counted to."""
         self._state = StreamState.IDLE
         self._ended = asyncio.Event()
         self.goodbye = b""
@@ -126,7 +126,7 @@ class GrpcStream:
 
     def renewed(self) -> "GrpcStream":
         """Returns another stream in place of this one, which has ended. It is opened when it is first used."""
-        return GrpcStream(self._parts, self.peer, self.address, self.number + 1)
+        return GrpcStream(self._parts, self._peer, self._address, self._number + 1)
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ class GrpcStream:
             self._start_or_wake()
         self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
         # A peer that is suspect may never answer.
-        is_awaited = self._state is StreamState.OPEN or (self._state is not StreamState.IDLE and not self.number)
+        is_awaited = self._state is StreamState.OPEN or (self._state is not StreamState.IDLE and not self._number)
         if is_awaited:
             self._wake.set()
             with contextlib.suppress(TimeoutError):
@@ -208,7 +208,7 @@ class GrpcStream:
 
     def is_replaced_by(self, number: int) -> bool:
         """Returns whether the peer, which opens the stream of this number, says that this one is broken."""
-        return self._state is StreamState.OPEN and number > self.number and not self.goodbye
+        return self._state is StreamState.OPEN and number > self._number and not self.goodbye
 
     def on_goodbye_sent(self) -> None:
         """Ends a stream that is awaited only to say goodbye. Called on the loop when the goodbye is sent."""
@@ -226,7 +226,7 @@ class GrpcStream:
         if self._dialing is not None:
             self._dialing.cancel()
             self._dialing = None
-        self.number = max(self.number, number)
+        self._number = max(self._number, number)
         self._state = StreamState.OPEN
         return True
 
@@ -238,11 +238,11 @@ class GrpcStream:
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
-                await write(_welcome_frame(offered, number=self.number))
+                await write(_welcome_frame(offered, number=self._number))
                 if self._state is StreamState.OPEN:  # else it has been ended during the write
                     self._parts.heartbeats.add(self)
                     # Else its next frame tells: it may have opened the stream some time ago, and have died.
-                    if not self.number:
+                    if not self._number:
                         self._on_opened()
                     await self._run(read, write)
         finally:
@@ -283,7 +283,7 @@ class GrpcStream:
     def _on_opened(self) -> None:
         if self._state is StreamState.OPEN and not self._is_confirmed:
             self._is_confirmed = True
-            self.peer.on_opened()
+            self._peer.on_opened()
 
     # What the heartbeats ask for: see Watched.
 
@@ -318,7 +318,7 @@ class GrpcStream:
         if connection is not None and connection.process:
             return process_runs(connection.process)
         try:
-            address = self._parts.handshake.endpoint.reach(self.address)
+            address = self._parts.handshake.endpoint.reach(self._address)
             if address.startswith(UNIX_SCHEME):
                 return process_runs(process_at(address.removeprefix(UNIX_SCHEME)))
         except OSError:
@@ -334,13 +334,13 @@ class GrpcStream:
             frame, nbytes = parse_frame(data)
             for envelope in frame.envelopes:
                 # Of the memory that the frame takes, each has a part by its size.
-                pause = self.peer.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
+                pause = self._peer.on_envelope(envelope, envelope.ByteSize() * nbytes // len(data)) or pause
             if pause is not None:
                 await asyncio.wrap_future(pause)
             self._is_busy = False
             if frame.HasField("choice"):
                 await self.outbox.on_choice(frame.choice.kind)
-            self.peer.on_frame(frame)
+            self._peer.on_frame(frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None
@@ -360,7 +360,7 @@ class GrpcStream:
             self._wake.set()
 
     async def _dial(self) -> None:
-        backoff, attempts = DIAL_BACKOFF_S, 1 if self.number else DIAL_ATTEMPTS
+        backoff, attempts = DIAL_BACKOFF_S, 1 if self._number else DIAL_ATTEMPTS
         for attempt in range(1, attempts + 1):
             try:
                 if not await self._open():  # the peer is opening the stream, or opens none
@@ -368,7 +368,7 @@ class GrpcStream:
                     self._loop.call_later(DUPLICATE_TIMEOUT_S, self._dial_again, StreamState.AWAITING_PEER)
                 return
             except Exception as error:
-                end = end_of_error(error, self.address)
+                end = end_of_error(error, self._address)
                 is_final = end.cause is LossCause.REFUSED or bool(self.goodbye)
                 if is_final or attempt == attempts:
                     self._finish(end, may_heal=not is_final)
@@ -378,13 +378,13 @@ class GrpcStream:
 
     async def _open(self) -> bool:
         """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
-        async with self._parts.handshake.endpoint.channel(self._worker.name, self.address) as channel:
+        async with self._parts.handshake.endpoint.channel(self._worker.name, self._address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             choosing: asyncio.Task[None] | None = None
             try:
                 began = self._loop.time()
                 hello = agent_pb2.Frame(hello=self._parts.handshake.hello)
-                hello.hello.connection = self.number
+                hello.hello.connection = self._number
                 await write_frame(call, hello.SerializeToString())
                 first = await call.read()
                 if first is aio.EOF:
@@ -397,11 +397,11 @@ class GrpcStream:
                     return False
                 if welcome.welcome.connection > MAX_CONNECTION:
                     raise ValueError(f"it says that this is connection {welcome.welcome.connection}")
-                self.number = max(self.number, welcome.welcome.connection)
+                self._number = max(self._number, welcome.welcome.connection)
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
                 self._parts.heartbeats.add(self)
                 self._on_opened()
-                if self.number:
+                if self._number:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 if welcome.welcome.sockets:
                     round_trip = (self._loop.time() - began) / OPENING_ROUND_TRIPS
@@ -453,9 +453,9 @@ class GrpcStream:
         unsent = self.outbox.close(end.reason)
         self._ended.set()
         if report and may_heal:
-            self.peer.on_broken(end, unsent)
+            self._peer.on_broken(end, unsent)
         elif report:
-            self.peer.on_closed(end, unsent)
+            self._peer.on_closed(end, unsent)
 
 
 class StreamPeer(TransportListener, Protocol):
