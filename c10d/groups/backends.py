@@ -30,7 +30,7 @@ from ...torch_internals import (
     skip_in_dynamo,
 )
 from ..engines.base import Engine, EngineFactory, Setup
-from ..engines.shm.segment import is_supported
+from ..engines.shm.segment import check_platform, is_supported
 from ..rendezvous.hosts import gather_hosts
 from ..stores.sealed import SealedStore, seal
 from ..stores.views import PrefixStore, is_insecure_store, store_credentials
@@ -108,7 +108,7 @@ class GroupFactory:
             group_options = group_options.with_reconfigure(enabled=True)
         store = options.store
         sealed = seal(store, store_credentials(store), insecure=allows_insecure(is_insecure_store(store)))
-        close = sealed.close if isinstance(sealed, SealedStore) and sealed is not store else None
+        close = sealed.close if isinstance(sealed, SealedStore) and sealed is not store else lambda: None
         # Of the default group itself, torch gives no ranks.
         global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         try:
@@ -116,11 +116,9 @@ class GroupFactory:
                 sealed, options.group_id, options.group_rank, global_ranks, options.timeout, group_options
             )
         except BaseException:
-            if close is not None:
-                close()
+            close()
             raise
-        if close is not None:
-            group.add_close_callback(close)
+        group.add_close_callback(close)
         return group
 
     def _make(
@@ -245,8 +243,7 @@ def best_engine(setup: Setup) -> Engine:
     if setup.device_type == "cuda":
         return _nccl(setup)
     hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure)
-    shared = can_share_memory(hosts)
-    return _shm(setup) if shared and is_supported() else _gloo(setup)
+    return _shm(setup) if can_share_memory(hosts) and is_supported() else _gloo(setup)
 
 
 def _gloo(setup: Setup) -> Engine:
@@ -286,7 +283,7 @@ def why_unavailable(engine: str) -> str | None:
     Initializes nothing. Whether the ranks of a group can use the engine together is known only when the group is
     made.
     """
-    checks = {"gloo": _check_gloo, "mpi": _check_mpi, "nccl": _check_nccl, "shm": _check_shm}
+    checks = {"gloo": _check_gloo, "mpi": _check_mpi, "nccl": _check_nccl, "shm": check_platform}
     if engine not in checks:
         raise ValueError(f"unknown engine {engine!r}: the engines are {', '.join(sorted(checks))}")
     try:
@@ -312,9 +309,3 @@ def _check_nccl() -> None:
 
     CudaGpus()
     load()
-
-
-def _check_shm() -> None:
-    from ..engines.shm.segment import check_platform
-
-    check_platform()
