@@ -22,10 +22,6 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    def overlap(self, other: "Span") -> "Span":
-        """Returns the common part of two ranges that have one."""
-        return Span(max(self.start, other.start), min(self.stop, other.stop))
-
 
 def span_of(tensor: Tensor, part: int = 0, parts: int = 1) -> Span:
     """Returns the memory of a contiguous tensor, or of one of its equal parts."""
@@ -115,7 +111,7 @@ class Staging:
             first -= 1
         found = []
         while first < len(written) and written[first].start < span.stop:
-            found.append(written[first].overlap(span))
+            found.append(Span(max(written[first].start, span.start), min(written[first].stop, span.stop)))
             first += 1
         return found
 

@@ -66,7 +66,7 @@ class SerialTask:
         return self.has_run and (self._started is None or self._started.done())
 
     def peek(self) -> bool:
-        """Returns whether the task is known to have finished; see `pending.peek`."""
+        """Returns whether the task is known to have finished; see `peek`."""
         return self.has_run and (self._started is None or peek(self._started))
 
     def source(self) -> int:

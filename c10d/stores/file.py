@@ -168,7 +168,7 @@ class _Replica:
                 users = self._change(self.log, Operation(kind=store_pb2.LEAVE)).number
                 all_left = users == 0 and self._state.left >= self._world_size
                 if all_left and self._has(self.required_keys) and self.log.is_current():
-                    self.log.remove()
+                    os.unlink(self.log.path)
             finally:
                 self.log.close()  # which releases the lock
 

@@ -209,10 +209,6 @@ class OperationLog:
             return False
         return os.path.samestat(found, os.fstat(self._file))
 
-    def remove(self) -> None:
-        """Removes the file."""
-        os.unlink(self.path)
-
     def has_more(self) -> bool:
         """Returns whether the file has something else than what was read so far. Needs no lock."""
         return os.fstat(self._file).st_size != self._end.position

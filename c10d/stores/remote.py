@@ -5,6 +5,7 @@ those again that were in flight when the connection was lost: the server does ea
 """
 
 import math
+import os
 import secrets
 import socket
 import threading
@@ -21,12 +22,13 @@ from ...errors import StoreError, StoreNetworkError
 from ...net.addresses import allows_insecure, format_address, is_loopback, resolve
 from ...net.inheritance import note_grpc, note_peer, why_grpc_is_unusable
 from ...net.security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Credentials, Identity, printable, tls_problem
-from ...net.user_sockets import SocketDirectory
+from ...net.socket_owners import users_listening
+from ...net.user_sockets import UNIX_SCHEME, SocketDirectory, is_listening, store_socket_name
 from ...net.waiting import wait_with_warnings
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .limits import parse_outcome
-from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP, find_store, who_listens
+from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
 
 __all__ = ["ANSWER_TIMEOUT_S", "ClockOffset", "RemoteServer", "clock_offset", "offset_by"]
 
@@ -126,7 +128,7 @@ class RemoteServer:
             with self._lock:
                 if self._closed.is_set():
                     raise self._closed_error()
-                if self._calls is None and (found := find_store(self._port)) is not None:
+                if self._calls is None and (found := _find_store(self._port)) is not None:
                     self._directory, address = found
                     self._calls = self._connect(address)
                 if self._calls is None and self._insecure and self._listens():
@@ -146,8 +148,11 @@ class RemoteServer:
         return True
 
     def _who_else(self) -> str:
-        found = who_listens(self._host, self._port)
-        return found and f": {found}"
+        """Returns, for messages, which other user listens on the port; empty if none does."""
+        with suppress(OSError):
+            for user in sorted(users_listening(self._port) - {os.geteuid()}):
+                return f": user {user} listens on {self._address}, and a store of another user is not used"
+        return ""
 
     def join(self, seconds: float) -> None:
         """Connects, and registers this process as a user of the store. Raises StoreError."""
@@ -239,7 +244,7 @@ class RemoteServer:
 
     def _problem(self, seconds: float) -> str:
         """Returns why this process cannot use the server, as far as its credentials are the reason."""
-        if self._identity is not None and is_loopback(self._host) and find_store(self._port) is not None:
+        if self._identity is not None and is_loopback(self._host) and _find_store(self._port) is not None:
             return NO_CREDENTIALS_THERE
         return tls_problem(self._host, self._port, self._identity, seconds)
 
@@ -330,6 +335,21 @@ class RemoteServer:
             requests.put(None)
             call.cancel()  # has no effect on a call that is done
         return outcome
+
+
+def _find_store(port: int) -> tuple[SocketDirectory, str] | None:
+    """Returns where this user's store that has a port listens; None without one.
+
+    That is an address of gRPC, which is good as long as the directory is open that comes with it. A store that was
+    killed has left its socket, maybe in another directory than that of the one that runs.
+    """
+    name = store_socket_name(port)
+    for directory in SocketDirectory.all_of_this_user():
+        with suppress(OSError):  # it is missing, or has just been bound and is not restricted yet
+            path = directory.reach(f"{directory.path}/{name}")
+            if is_listening(path):
+                return directory, UNIX_SCHEME + path
+    return None
 
 
 def _details(error: grpc.RpcError) -> str:

@@ -7,14 +7,13 @@ kept from other programs of this user, but nobody listens there, and if another 
 
 import asyncio
 import errno
-import ipaddress
 import os
 import socket
 import time
 import urllib.parse
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, Final, TypeAlias, final
 
 import grpc
@@ -32,7 +31,6 @@ from ...net.user_sockets import (
     SocketDirectory,
     SocketFile,
     UnsafePathError,
-    is_listening,
     store_socket_name,
 )
 from ...proto.v1 import store_pb2
@@ -48,10 +46,8 @@ __all__ = [
     "POP",
     "SERVICE",
     "StoreServer",
-    "find_store",
     "listen_locally",
     "server_options",
-    "who_listens",
 ]
 
 SERVICE = "gradwire.v1.Store"
@@ -167,7 +163,7 @@ class StoreServer:
             takes_port = partial(_add_port, server, credentials) if insecure or not is_local else self._reserve
             bound = _bind(takes_port, host, port)
             note_listener(self, bound, *resolve(host))
-            if is_local or (identity is None and _is_wildcard(host)):
+            if is_local or (identity is None and is_numeric(host) and ip_address(host).is_unspecified):
                 self._socket = listen_locally(server.add_insecure_port, host, bound, insecure=insecure)
         except BaseException:
             await server.stop(None)
@@ -390,10 +386,6 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
             waiter.set_result(None)
 
 
-def _is_wildcard(host: str) -> bool:
-    return is_numeric(host) and ipaddress.ip_address(host).is_unspecified
-
-
 def _add_port(server: grpc.aio.Server, credentials: grpc.ServerCredentials | None, address: str, port: int) -> int:
     """Has a server listen on a port. Returns the port; raises RuntimeError if it cannot."""
     where = format_address(address, port)
@@ -470,27 +462,3 @@ def _is_taken(port: int) -> bool:
         return os.geteuid() in users_listening(port)
     except OSError:
         return True
-
-
-def find_store(port: int) -> tuple[SocketDirectory, str] | None:
-    """Returns where this user's store that has a port listens; None without one.
-
-    That is an address of gRPC, which is good as long as the directory is open that comes with it. A store that was
-    killed has left its socket, maybe in another directory than that of the one that runs.
-    """
-    name = store_socket_name(port)
-    for directory in SocketDirectory.all_of_this_user():
-        with suppress(OSError):  # it is missing, or has just been bound and is not restricted yet
-            path = directory.reach(f"{directory.path}/{name}")
-            if is_listening(path):
-                return directory, UNIX_SCHEME + path
-    return None
-
-
-def who_listens(host: str, port: int) -> str:
-    """Returns, for messages, which other user listens on a port; empty if none does."""
-    with suppress(OSError):
-        for user in sorted(users_listening(port) - {os.geteuid()}):
-            where = format_address(host, port)
-            return f"user {user} listens on {where}, and a store of another user is not used"
-    return ""

@@ -137,7 +137,7 @@ class _NcclOperation:
         return self._done.is_set()
 
     def peek(self) -> bool:
-        """Returns whether the operation is known to have finished; see `pending.peek`."""
+        """Returns whether the operation is known to have finished; see `peek`."""
         return self._done.is_set()  # which the watchdog sets, soon after it has
 
     def source(self) -> int:

@@ -20,7 +20,7 @@ MIN_CUPY = 14
 class Communicator(Protocol):
     """One rank of a communicator.
 
-    Tensors are given as device pointers and counts of elements, datatypes and reductions as numbers (dtypes.py),
+    Tensors are given as device pointers and counts of elements, datatypes and reductions as numbers (plans.py),
     and streams as cudaStream_t. Operations are enqueued on the stream, those inside a group at its end.
     """
 
