@@ -12,6 +12,7 @@ overflows the stack, and that of a tuple which has the next one twice on each le
   pickle has once may occur in a million places.
 """
 
+import pickle
 import struct
 import threading
 from collections import Counter
@@ -42,7 +43,8 @@ from .pickling import unpickle
 __all__ = ["RestrictedReader"]
 
 PROTOCOLS = range(2, 6)
-STOP = ord(".")
+
+_STOP = pickle.STOP[0]
 
 MAX_KEYS = 1000
 """Keys of dicts and sets in one message whose hashes a peer can choose: all but texts, bytes and ints of 60 bits.
@@ -86,19 +88,25 @@ class _Node:
     __slots__ = ("extent", "has_names", "is_open", "set_state", "value")
 
     def __init__(
-        self, value: Any, extent: _Extent = EMPTY, *, is_open: bool = True, has_names: bool = False
+        self,
+        value: Any,
+        extent: _Extent = EMPTY,
+        *,
+        is_open: bool = True,
+        has_names: bool = False,
+        set_state: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Makes one. The extent is that of its parts, and its own level.
 
         The pickle may change it while it `is_open`: not once it is part of another. A tuple that `has_names` has
-        Names in it, which are resolved when it becomes part of another value.
+        Names in it, which are resolved when it becomes part of another value. `set_state` sets the state of an
+        instance; containers, and values without state, have none.
         """
         self.value = value
         self.extent = extent
         self.is_open = is_open
         self.has_names = has_names
-        self.set_state: Callable[[Any, Any], None] | None = None
-        """Sets the state of an instance; None for containers, and for values without state."""
+        self.set_state = set_state
 
 
 @final
@@ -267,9 +275,7 @@ class _PickleMachine:
         extent = EMPTY
         for each in extents:
             extent = self._joined(extent, each)
-        node = _Node(made.value, extent)
-        node.set_state = made.set_state
-        self.stack.append(node)
+        self.stack.append(_Node(made.value, extent, set_state=made.set_state))
 
     def _count_key(self, key: object, others: int) -> None:
         """Counts what it takes to hash a key, as it was on the stack, and to find its place among others."""
@@ -346,7 +352,7 @@ def _read_plain_pickle(data: Buffer, names: MessageNames, max_depth: int, max_op
     """
     machine = _PickleMachine(data, names, max_depth, max_operations)
     try:
-        while (opcode := machine.opcode()) != STOP:
+        while (opcode := machine.opcode()) != _STOP:
             operation = _OPERATIONS.get(opcode)
             if operation is None:
                 raise RefusedValueError(f"its pickle has the opcode {opcode:#x}, which gradwire does not write")
@@ -473,47 +479,47 @@ def _build(machine: _PickleMachine) -> None:
 
 
 _OPERATIONS: Mapping[int, Operation] = {
-    0x80: _protocol,
-    0x95: _frame,
-    ord("("): _mark,
-    ord("N"): _push(None),
-    0x88: _push(value=True),
-    0x89: _push(value=False),
-    ord("K"): _byte,
-    ord("M"): _unsigned(2),
-    ord("J"): _signed,
-    0x8A: _long(1),
-    0x8B: _long(4),
-    ord("G"): _float,
-    0x8C: _short_text,
-    ord("X"): _text(4),
-    0x8D: _text(8),
-    ord("C"): _bytes(1),
-    ord("B"): _bytes(4),
-    0x8E: _bytes(8),
-    0x96: _bytes(8, bytearray),
-    ord(")"): _push(()),
-    0x85: _with_last(1, _PickleMachine.take_tuple),
-    0x86: _with_last(2, _PickleMachine.take_tuple),
-    0x87: _with_last(3, _PickleMachine.take_tuple),
-    ord("t"): _from_mark(_PickleMachine.take_tuple),
-    ord("]"): _push_new(list),
-    ord("a"): _with_last(1, _PickleMachine.extend),
-    ord("e"): _from_mark(_PickleMachine.extend),
-    ord("}"): _push_new(dict),
-    ord("s"): _with_last(2, _PickleMachine.set_items),
-    ord("u"): _from_mark(_PickleMachine.set_items),
-    0x8F: _push_new(set),
-    0x90: _from_mark(_PickleMachine.add_items),
-    0x91: _from_mark(_PickleMachine.take_frozenset),
-    0x94: _memoize,
-    ord("h"): _get_early,
-    ord("j"): _get,
-    0x93: _name,
-    ord("R"): _reduce,
-    0x81: _new,
-    0x92: _new_with_keywords,
-    ord("b"): _build,
+    pickle.PROTO[0]: _protocol,
+    pickle.FRAME[0]: _frame,
+    pickle.MARK[0]: _mark,
+    pickle.NONE[0]: _push(None),
+    pickle.NEWTRUE[0]: _push(value=True),
+    pickle.NEWFALSE[0]: _push(value=False),
+    pickle.BININT1[0]: _byte,
+    pickle.BININT2[0]: _unsigned(2),
+    pickle.BININT[0]: _signed,
+    pickle.LONG1[0]: _long(1),
+    pickle.LONG4[0]: _long(4),
+    pickle.BINFLOAT[0]: _float,
+    pickle.SHORT_BINUNICODE[0]: _short_text,
+    pickle.BINUNICODE[0]: _text(4),
+    pickle.BINUNICODE8[0]: _text(8),
+    pickle.SHORT_BINBYTES[0]: _bytes(1),
+    pickle.BINBYTES[0]: _bytes(4),
+    pickle.BINBYTES8[0]: _bytes(8),
+    pickle.BYTEARRAY8[0]: _bytes(8, bytearray),
+    pickle.EMPTY_TUPLE[0]: _push(()),
+    pickle.TUPLE1[0]: _with_last(1, _PickleMachine.take_tuple),
+    pickle.TUPLE2[0]: _with_last(2, _PickleMachine.take_tuple),
+    pickle.TUPLE3[0]: _with_last(3, _PickleMachine.take_tuple),
+    pickle.TUPLE[0]: _from_mark(_PickleMachine.take_tuple),
+    pickle.EMPTY_LIST[0]: _push_new(list),
+    pickle.APPEND[0]: _with_last(1, _PickleMachine.extend),
+    pickle.APPENDS[0]: _from_mark(_PickleMachine.extend),
+    pickle.EMPTY_DICT[0]: _push_new(dict),
+    pickle.SETITEM[0]: _with_last(2, _PickleMachine.set_items),
+    pickle.SETITEMS[0]: _from_mark(_PickleMachine.set_items),
+    pickle.EMPTY_SET[0]: _push_new(set),
+    pickle.ADDITEMS[0]: _from_mark(_PickleMachine.add_items),
+    pickle.FROZENSET[0]: _from_mark(_PickleMachine.take_frozenset),
+    pickle.MEMOIZE[0]: _memoize,
+    pickle.BINGET[0]: _get_early,
+    pickle.LONG_BINGET[0]: _get,
+    pickle.STACK_GLOBAL[0]: _name,
+    pickle.REDUCE[0]: _reduce,
+    pickle.NEWOBJ[0]: _new,
+    pickle.NEWOBJ_EX[0]: _new_with_keywords,
+    pickle.BUILD[0]: _build,
 }
 """What the opcodes do. Those that gradwire's pickler does not write are not accepted."""
 

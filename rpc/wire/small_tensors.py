@@ -125,6 +125,9 @@ def copy_bytes(address: int, nbytes: int) -> bytes:
     return data
 
 
+# Inside the pickle.
+
+
 def reduce_small(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]] | None:
     """Returns the address of the storage of a tensor and how to pickle it; None if it is not small.
 
@@ -169,18 +172,18 @@ def small_tensor(
 
 
 def _short_text(text: str) -> bytes:
-    return b"\x8c" + bytes([len(text)]) + text.encode()
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
 
 
-_PROTOCOL_5 = b"\x80\x05"
-_STACK_GLOBAL = b"\x93"
-_CALLEE = _PROTOCOL_5 + _short_text(small_tensor.__module__) + _short_text(small_tensor.__name__) + _STACK_GLOBAL
-_BININT1 = b"K"
-_BININT = b"J"
-_MARK = b"("
-_TUPLE = b"t"
-_BINBYTES = b"B"
-_CALL = b"\x87R."  # TUPLE3, REDUCE, STOP
+_CALLEE = b"".join(
+    (
+        pickle.PROTO + bytes([5]),
+        _short_text(small_tensor.__module__),
+        _short_text(small_tensor.__name__),
+        pickle.STACK_GLOBAL,
+    )
+)
+_CALL = pickle.TUPLE3 + pickle.REDUCE + pickle.STOP
 
 _UINT32 = struct.Struct("<I")
 
@@ -197,9 +200,12 @@ def pickle_small(tensor: torch.Tensor) -> bytes | None:
 @functools.lru_cache(maxsize=1024)
 def _up_to_data(dtype: torch.dtype, sizes: torch.Size, nbytes: int) -> bytes:
     """Returns what comes before the bytes of a tensor."""
-    number = _BININT1 + bytes([DTYPE_NUMBERS[dtype]])
-    shape = b"".join((_MARK, *(_BININT + _UINT32.pack(size) for size in sizes), _TUPLE))
-    return _CALLEE + number + shape + _BINBYTES + _UINT32.pack(nbytes)
+    number = pickle.BININT1 + bytes([DTYPE_NUMBERS[dtype]])
+    shape = b"".join((pickle.MARK, *(pickle.BININT + _UINT32.pack(size) for size in sizes), pickle.TUPLE))
+    return _CALLEE + number + shape + pickle.BINBYTES + _UINT32.pack(nbytes)
+
+
+# In the envelope.
 
 
 def encode_inline(
@@ -274,6 +280,9 @@ def plain_tensor(
     if requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor
+
+
+# In a table.
 
 
 def address_of(data: memoryview) -> int:

@@ -78,6 +78,9 @@ MAX_BYTES = 1 << 62
 _storage, _address = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
+# Strides.
+
+
 class _Memory(Enum):
     """How the elements of a tensor are in memory, apart from its dimensions of stride 0."""
 
@@ -145,6 +148,9 @@ def count_sent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     if memory is _Memory.SCATTERED:
         return math.prod(sizes)
     return span(sizes, strides) if memory is _Memory.WINDOWS else math.prod(_without_repeats(sizes, strides))
+
+
+# Elements as bytes.
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple[Sequence[int], torch.Tensor]:
@@ -248,6 +254,9 @@ def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
             once = once if stride else once.narrow(dim, 0, 1)
     with torch.set_grad_enabled(tensor.requires_grad):
         return once.resolve_conj().resolve_neg().contiguous().expand(tensor.shape)
+
+
+# Memory that several tensors share.
 
 
 def storage_addresses(tensors: Sequence[torch.Tensor]) -> AbstractSet[int]:

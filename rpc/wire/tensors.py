@@ -137,6 +137,9 @@ def check_all_sendable(tensors: Sequence[torch.Tensor], device_map: DeviceMap) -
                 check_sendable(tensor, device_map)
 
 
+# Encoding.
+
+
 def encode_tensors(
     tensors: Sequence[torch.Tensor],
     put: PutPayload,
@@ -334,6 +337,9 @@ def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+# Decoding.
 
 
 def decode_tensors(
