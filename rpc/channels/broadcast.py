@@ -203,6 +203,12 @@ class _SendingGroup:
             if start is not None:
                 self._start_chunks(shared, start)
 
+    def drop_transfers(self, receiver: BroadcastPeer) -> None:
+        """Drops the transfers by chunks to a receiver whose connection ended: it does not expect them any more."""
+        with self._lock:
+            for shared in list(self._payloads.values()):
+                shared.chunk_transfers.pop(receiver, None)
+
     def _start_chunks(self, shared: _SharedPayload, start: StartTransfer) -> None:
         self._dependencies.on_resend(shared.data.nbytes)
         start()
@@ -384,47 +390,43 @@ class Broadcasts:
         if len(others) < 2:
             return None
         distant = tuple(each for each in others if not each.shared_memory.may_connect)
-        group = distant if len(distant) > 1 and self._may_form(distant) else ()
+        dependencies = self._dependencies
+        if len(distant) < 2 or dependencies is None or not dependencies.may_form(self._members(distant)):
+            distant = ()
         near = [each.shared_memory.segments for each in others if each.shared_memory.is_connected]
         segments = SegmentBroadcast(self._memory, near) if len(near) > 1 else None
-        if not group and segments is None:
+        if not distant and segments is None:
             return None
-        return Broadcast(group, self._options.threshold, self._acquire, segments)
+        return Broadcast(distant, self._options.threshold, self._acquire, segments)
 
     def _others(self, receivers: Collection[BroadcastPeer]) -> Sequence[BroadcastPeer]:
         others = {each.info.wire_id: each for each in receivers if each.info.wire_id != self._me.wire_id}
         return [others[number] for number in sorted(others)]
-
-    def _may_form(self, receivers: tuple[BroadcastPeer, ...]) -> bool:
-        dependencies = self._dependencies
-        return dependencies is not None and dependencies.may_form(self._members(receivers))
 
     def _members(self, receivers: tuple[BroadcastPeer, ...]) -> tuple[int, ...]:
         return (self._me.wire_id, *(each.info.wire_id for each in receivers))
 
     def _acquire(self, receivers: tuple[BroadcastPeer, ...]) -> _SendingGroup | None:
         """Acquires the group for these receivers, and makes it if there is none; None if it cannot be formed."""
-        assert self._dependencies is not None
         with self._lock:
             group = self._groups.get(receivers)
             if group is None or not group.acquire():
                 if receivers in self._unformable:
                     return None
-                group = self._make_group(receivers, self._dependencies)
+                group = self._make_group(receivers)
                 group.acquire()
             self._groups.move_to_end(receivers)
             return group
 
-    def _make_group(
-        self, receivers: tuple[BroadcastPeer, ...], dependencies: BroadcastDependencies
-    ) -> _SendingGroup:
+    def _make_group(self, receivers: tuple[BroadcastPeer, ...]) -> _SendingGroup:
         """Makes a group, and ends the least recently used ones beyond `max_groups`. Called with the lock."""
         for others, group in list(self._groups.items()):
             if len(self._groups) >= self._options.max_groups and group.finish():
                 del self._groups[others]
         number = next(self._numbers)
-        spec = self._spec(dependencies, number, self._members(receivers))
-        group = _SendingGroup(number, spec, receivers, dependencies, self._on_group_end)
+        assert self._dependencies is not None
+        spec = self._spec(self._dependencies, number, self._members(receivers))
+        group = _SendingGroup(number, spec, receivers, self._dependencies, self._on_group_end)
         self._groups[receivers] = self._by_number[number] = group
         return group
 
@@ -499,6 +501,9 @@ class Broadcasts:
             affected = [group for receivers, group in self._groups.items() if receiver in receivers]
             for group in affected:
                 del self._groups[group.receivers]
+            known = list(self._by_number.values())
+        for group in known:  # also those that have ended
+            group.drop_transfers(receiver)
         for group in affected:
             group.abort(forms_again=True)
 

@@ -9,6 +9,7 @@ from gradwire.errors import LossCause
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.base import PayloadLostError
+from gradwire.rpc.channels.broadcast import RESEND
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import WorkerEnd, WorkerInfo
@@ -78,5 +79,33 @@ def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agent
     a._network._events.run(start_and_break())
     wait_until(lambda: peer.absence is None)
     assert peer.channels.chunked.queued_bytes == 0
+    with holder.using(a):
+        assert torch.equal(rpc.rpc_sync(b.info, identity, (data,), timeout=20), data)
+
+
+def test_chunks_of_a_broadcast_are_not_sent_whose_connection_broke_before_they_were_requested(agents):
+    """The receiver expects them no more, and reads nothing behind them."""
+    a, b, c = agents(3, transports=("grpc",))
+    data = torch.ones(1 << 18)
+    with holder.using(a):
+        assert torch.equal(rpc.rpc_sync(b.info, identity, (data,)), data)
+    peer = a.peers.of(b.info)
+    shared = a._network.channels.broadcasts.broadcast([peer.channels, a.peers.of(c.info).channels])
+    assert shared is not None
+    sent = shared.put(peer.channels, 0, memoryview(data.numpy()).cast("B"))
+    assert sent is not None
+    payload, start, _ = sent
+    assert start is not None
+    start()
+
+    async def break_off() -> None:
+        peer.break_off("its connection broke")
+
+    a._network._events.run(break_off())
+    wait_until(lambda: peer.absence is None)
+    requested = threading.Event()
+    b.control.send(a.info, RESEND, (payload.broadcast.group, 0), lambda _error: requested.set())
+    assert requested.wait(20)
+    shared.release()
     with holder.using(a):
         assert torch.equal(rpc.rpc_sync(b.info, identity, (data,), timeout=20), data)
