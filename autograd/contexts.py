@@ -29,7 +29,6 @@ from .gradients import GradSwapLock, LeafGradients
 from .graph import NOTHING, Closure, Graph, RecvRpc, SendId, SendRpc, apply_with_grad, follower_of, small_closure
 
 __all__ = [
-    "ASK_AFTER",
     "Context",
     "Contexts",
     "EndedContexts",

@@ -16,7 +16,7 @@ import torch
 from ..rpc.execution.ctrl_c import wait_interruptibly
 from ..torch_internals import storage_use_count
 
-__all__ = ["GradSwapLock", "GradientsByLeaf", "LeafGradients", "total"]
+__all__ = ["GradSwapLock", "LeafGradients", "total"]
 
 GradientsByLeaf = dict[torch.Tensor, torch.Tensor]
 

@@ -28,7 +28,6 @@ from .store import DEFAULT_PORT
 
 __all__ = [
     "ROOT",
-    "Finding",
     "check_clock",
     "check_credentials",
     "check_engines",
@@ -74,7 +73,7 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 @final
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """One line of the report.
 
     level: whether all is well, something does not work or is slow in some programs, or nothing works.
@@ -89,19 +88,19 @@ class Finding:
     advice: str = ""
 
 
-def _ok(check: str, text: str) -> Finding:
+def _ok(check: str, text: str) -> _Finding:
     """Returns that all is well."""
-    return Finding("ok", check, text)
+    return _Finding("ok", check, text)
 
 
-def _warning(check: str, text: str, advice: str) -> Finding:
+def _warning(check: str, text: str, advice: str) -> _Finding:
     """Returns that something does not work, or is slow, in some programs."""
-    return Finding("warning", check, text, advice)
+    return _Finding("warning", check, text, advice)
 
 
-def _problem(check: str, text: str, advice: str) -> Finding:
+def _problem(check: str, text: str, advice: str) -> _Finding:
     """Returns that nothing works."""
-    return Finding("problem", check, text, advice)
+    return _Finding("problem", check, text, advice)
 
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +125,7 @@ def _version_of(package: str) -> str | None:
     return None
 
 
-def check_versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[_Finding]:
     """Yields what is installed."""
     yield _ok("gradwire", f"{__version__} in {ROOT}, on Python {platform.python_version()}")
     for package in REQUIRED_PACKAGES:
@@ -146,7 +145,7 @@ def check_versions() -> Iterator[Finding]:
         yield _ok(package, _version_of(package) or "not installed (optional)")
 
 
-def check_engines() -> Iterator[Finding]:
+def check_engines() -> Iterator[_Finding]:
     """Yields which engines run here. mpi and nccl need packages that are optional."""
     from ..c10d.groups.backends import BUILTIN_ENGINES, why_unavailable
 
@@ -164,7 +163,7 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(".")[:2])
 
 
-def check_network() -> Iterator[Finding]:
+def check_network() -> Iterator[_Finding]:
     """Yields the interfaces, the address that other hosts are told, and whether names can be resolved."""
     from ..errors import ProcessGroupError, StoreError
     from ..net.addresses import INTERFACE_VARIABLE, address_for_others, interface_addresses, is_local, resolve
@@ -191,7 +190,7 @@ def check_network() -> Iterator[Finding]:
             yield _problem("MASTER_ADDR", str(error), "set it to an address of rank 0's host")
 
 
-def check_ports() -> Iterator[Finding]:
+def check_ports() -> Iterator[_Finding]:
     """Yields whether this process can listen on TCP ports."""
     from ..errors import ProcessGroupError
     from ..net.addresses import LOOPBACK, address_for_others
@@ -214,7 +213,7 @@ def check_ports() -> Iterator[Finding]:
         yield _ok(f"port {text}", "is free for a store")
 
 
-def _check_sockets() -> Iterator[Finding]:
+def _check_sockets() -> Iterator[_Finding]:
     """Yields the directory for the unix sockets of this host's workers."""
     from ..net.user_sockets import SocketDirectory, UnsafePathError
 
@@ -226,7 +225,7 @@ def _check_sockets() -> Iterator[Finding]:
         yield _ok("directory", f"{directory.path}, which only user {os.geteuid()} can use")
 
 
-def check_memory() -> Iterator[Finding]:
+def check_memory() -> Iterator[_Finding]:
     """Yields whether workers of this host can share memory."""
     try:
         os.close(os.memfd_create("gradwire-doctor", os.MFD_ALLOW_SEALING))
@@ -249,7 +248,7 @@ def check_memory() -> Iterator[Finding]:
         yield _ok("/dev/shm", text)
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits() -> Iterator[_Finding]:
     """Yields how many files this process may open, and how much memory it may lock."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
@@ -301,7 +300,7 @@ VARIABLES = (
 """What gradwire reads from the environment, or sets in it."""
 
 
-def check_credentials() -> Iterator[Finding]:
+def check_credentials() -> Iterator[_Finding]:
     """Yields which credentials there are, and whether they can be used."""
     from ..errors import CredentialsError
     from ..net.addresses import INSECURE_VARIABLE, allows_insecure
@@ -337,7 +336,7 @@ def check_credentials() -> Iterator[Finding]:
             yield _check_validity(variable, Path(path))
 
 
-def _unknown_variables() -> Iterator[Finding]:
+def _unknown_variables() -> Iterator[_Finding]:
     for name in sorted(os.environ):
         if name.startswith("GRADWIRE_") and name not in VARIABLES:
             near = get_close_matches(name, VARIABLES, 1)
@@ -345,14 +344,14 @@ def _unknown_variables() -> Iterator[Finding]:
             yield _warning(name, "gradwire does not know this variable", advice)
 
 
-def _check_private(variable: str, path: Path) -> Finding:
+def _check_private(variable: str, path: Path) -> _Finding:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         return _warning(variable, f"{path} has mode {mode:04o}: others can use it", f"chmod 600 {path}")
     return _ok(variable, f"{path}, for its owner only")
 
 
-def _check_validity(variable: str, path: Path) -> Finding:
+def _check_validity(variable: str, path: Path) -> _Finding:
     """Returns until when certificates are valid; those of the past are refused by `Credentials.identity`."""
     from cryptography import x509
 
@@ -363,7 +362,7 @@ def _check_validity(variable: str, path: Path) -> Finding:
     return _warning(variable, text, RENEW) if end < datetime.now(UTC) + SOON else _ok(variable, text)
 
 
-def check_clock(store: str | None = None) -> Iterator[Finding]:
+def check_clock(store: str | None = None) -> Iterator[_Finding]:
     """Yields how far the clock of this host differs from that of the store's.
 
     Args:
@@ -397,7 +396,7 @@ def check_clock(store: str | None = None) -> Iterator[Finding]:
         yield _ok("clock", text)
 
 
-SECTIONS: dict[str, Callable[[], Iterable[Finding]]] = {
+SECTIONS: dict[str, Callable[[], Iterable[_Finding]]] = {
     "Versions": check_versions,
     "Engines of process groups": check_engines,
     "Network": check_network,
@@ -428,8 +427,8 @@ def command(*, as_json: bool, store: str | None) -> int:
     Each line is ok, a warning (something will not work, or be slow, in some programs) or a problem (nothing will
     work). The exit status is 1 if there is a problem. The environment counts, so run it as the program is run.
     """
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {**SECTIONS, "Clock": partial(check_clock, store)}
-    sections: dict[str, list[Finding]] = {}
+    checks: dict[str, Callable[[], Iterable[_Finding]]] = {**SECTIONS, "Clock": partial(check_clock, store)}
+    sections: dict[str, list[_Finding]] = {}
     for name, check in checks.items():
         sections[name] = list(check())
         if name == "Versions" and _has_problem(sections[name]):
@@ -447,11 +446,11 @@ def command(*, as_json: bool, store: str | None) -> int:
     return int(_has_problem(findings))
 
 
-def _has_problem(findings: Iterable[Finding]) -> bool:
+def _has_problem(findings: Iterable[_Finding]) -> bool:
     return any(finding.level == "problem" for finding in findings)
 
 
-def _show(finding: Finding) -> None:
+def _show(finding: _Finding) -> None:
     click.echo(f"  {click.style(f'{finding.level:<8}', fg=COLORS[finding.level])} {finding.check}: {finding.text}")
     if finding.advice:
         click.echo(f"           {finding.advice}")

@@ -22,7 +22,7 @@ from .group import Command
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-__all__ = ["PrefixedOutput", "ScriptProcess", "command"]
+__all__ = ["PrefixedOutput", "command"]
 
 READ_BYTES: Final = 1 << 16
 MAX_LINE_BYTES: Final = 1 << 16
@@ -142,7 +142,7 @@ if os.getppid() == int(sys.argv[1]):  # else the launcher has died before that
 
 
 @final
-class ScriptProcess:
+class _ScriptProcess:
     """A process of a Python program. It leads a process group, so that Ctrl-C reaches the launcher only.
 
     It has what torch's ProcessContext uses of multiprocessing's processes.
@@ -287,7 +287,7 @@ class _Launch:
         self._grace = grace
         self._has_prefix = has_prefix
         self._output: PrefixedOutput | None = None
-        self._started: list[ScriptProcess] = []
+        self._started: list[_ScriptProcess] = []
 
     def run(self) -> int:
         """Runs all processes to their end; returns the exit status."""
@@ -322,7 +322,7 @@ class _Launch:
                 return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
         return 0
 
-    def _start(self, rank: int, common: Mapping[str, str]) -> ScriptProcess:
+    def _start(self, rank: int, common: Mapping[str, str]) -> _ScriptProcess:
         name = self._names[rank]
         threads = max(1, len(os.sched_getaffinity(0)) // len(self._names))
         environment = {
@@ -341,7 +341,7 @@ class _Launch:
             else:
                 stdout = pipes.enter_context(self._output.pipe(name, sys.stdout.buffer))
                 stderr = pipes.enter_context(self._output.pipe(name, sys.stderr.buffer))
-            process = ScriptProcess(self._command_line, environment, stdout, stderr)
+            process = _ScriptProcess(self._command_line, environment, stdout, stderr)
         self._started.append(process)
         return process
 
@@ -350,7 +350,7 @@ class _Launch:
             process.close()
 
 
-def _context(processes: list[ScriptProcess]) -> "ProcessContext":
+def _context(processes: list[_ScriptProcess]) -> "ProcessContext":
     """Returns processes as torch's context of processes; they leave no files with tracebacks."""
     from torch.multiprocessing.spawn import ProcessContext
 

@@ -20,7 +20,6 @@ from ..rpc.grpc_backend import start_agent
 from .extensions import TORCH_STYLE_EXTENSIONS
 
 __all__ = [
-    "Defaults",
     "FaultyTensorPipeRpcBackendOptions",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @final
 @dataclass(slots=True)
-class Defaults:
+class _Defaults:
     """Defaults of options that torch lacks, by the options' names, for programs written without them."""
 
     insecure: bool = False
@@ -44,7 +43,7 @@ class Defaults:
     transports: Sequence[str] = TRANSPORTS
 
 
-defaults: Final = Defaults()
+defaults: Final = _Defaults()
 """The defaults of this process; `install` sets them."""
 
 

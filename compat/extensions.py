@@ -28,7 +28,7 @@ from ..rpc.profiling.extension import Profiling
 from ..rref.rref import RRef
 from ..torch_internals import find_builtin, rpc_class_reducers, rpc_pickler_in_use
 
-__all__ = ["TORCH_STYLE_EXTENSIONS", "SentReference", "TorchCallStyle", "TorchErrorStyle", "TorchPicklers"]
+__all__ = ["TORCH_STYLE_EXTENSIONS", "SentReference", "TorchErrorStyle"]
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -49,7 +49,7 @@ class SentReference:
         self.reference = reference
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how a pickler of torch's pickles it, into a call. gradwire's has reducers of TorchPicklers."""
+        """Returns how a pickler of torch's pickles it, into a call. gradwire's has reducers of _TorchPicklers."""
         if (references := _tables.sent) is None:
             raise RRefError(
                 f"{self.reference} cannot be serialized outside a call: pass it as an argument, or return it"
@@ -59,7 +59,7 @@ class SentReference:
 
 
 @final
-class TorchPicklers(Extension):
+class _TorchPicklers(Extension):
     """Has the calls of one agent pickled as torch's settings say."""
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
@@ -187,7 +187,7 @@ class TorchErrorStyle(Extension):
 
 
 @final
-class TorchCallStyle(Extension):
+class _TorchCallStyle(Extension):
     """Keeps calls out of torch.profiler's profiles, and detaches Parameters passed to Python functions."""
 
     def __init__(self, agent: RpcAgent) -> None:
@@ -221,7 +221,7 @@ class _StderrHandler(logging.Handler):
 TORCH_STYLE_EXTENSIONS: Sequence[ExtensionFactory] = (
     *DEFAULT_EXTENSIONS,
     TorchErrorStyle,
-    TorchCallStyle,
-    TorchPicklers,
+    _TorchCallStyle,
+    _TorchPicklers,
 )
 """The extensions of the agents of the backends TENSORPIPE and FAULTY_TENSORPIPE."""

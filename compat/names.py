@@ -21,7 +21,7 @@ from ..rref.rref import RRef, RRefProxy
 from . import agents, backends, contexts, group, scripting
 from .extensions import SentReference
 
-__all__ = ["METHODS", "PICKLED_ATTRIBUTES", "REPLACEMENTS", "Names", "public_names"]
+__all__ = ["METHODS", "REPLACEMENTS", "Names", "public_names"]
 
 PICKLED_ATTRIBUTES = (*vars(nn.Module()), *SENT_ATTRIBUTES)
 """The first keys in the `__dict__` of a RemoteModule received from another worker; its two methods follow."""

@@ -28,10 +28,8 @@ __all__ = [
     "STRATEGIES",
     "End",
     "LaunchSpec",
-    "Location",
     "RankActor",
     "StoreActor",
-    "forwarded_variables",
     "run_on_ray",
 ]
 
@@ -66,7 +64,7 @@ RECHECK_S = 1.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class Location:
+class _Location:
     """Where the process of a rank runs.
 
     host: the address of its node.
@@ -96,7 +94,7 @@ class End:
     context: str = ""
 
 
-def forwarded_variables(credentials: Credentials) -> dict[str, str]:
+def _forwarded_variables(credentials: Credentials) -> dict[str, str]:
     """Returns the variables of this process that all processes of a job get, with the token of its credentials."""
     own = {
         name: value
@@ -138,7 +136,7 @@ class RankActor:
     def __repr__(self) -> str:  # Ray writes it before each line that the process prints
         return f"rank {self._rank}"
 
-    def locate(self, port: int | None = None) -> Location:
+    def locate(self, port: int | None = None) -> _Location:
         """Returns where this process runs.
 
         Args:
@@ -149,7 +147,7 @@ class RankActor:
 
         host = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
-        return Location(host, os.getpid(), node, 0 if port is None else self._reserve(host, port))
+        return _Location(host, os.getpid(), node, 0 if port is None else self._reserve(host, port))
 
     def _reserve(self, host: str, port: int) -> int:
         self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -208,7 +206,7 @@ class _Rank(History):
     number: int
     actor: Any = None
     pending: Any = None
-    location: Location | None = None
+    location: _Location | None = None
     end: End | None = None
     node: str = ""
     local_rank: int = -1
@@ -239,7 +237,7 @@ def run_on_ray(spec: LaunchSpec) -> None:
         import ray
     except ImportError as error:
         raise ImportError("launch.ray needs Ray: pip install ray", name="ray") from error
-    variables = forwarded_variables(credentials_or_token())
+    variables = _forwarded_variables(credentials_or_token())
     was_connected = ray.is_initialized()
     if not was_connected:
         ray.init()
@@ -380,7 +378,7 @@ class _Supervisor:
                 rank.end = End(1, str(error), " when it started")
             self._on_exit(rank, error)
             return
-        if isinstance(answer, Location):
+        if isinstance(answer, _Location):
             rank.location, rank.pending = answer, None
             if answer.port:
                 self._variables.update(MASTER_ADDR=answer.host, MASTER_PORT=str(answer.port))

@@ -24,7 +24,6 @@ __all__ = [
     "INSECURE_VARIABLE",
     "INTERFACE_VARIABLE",
     "LOOPBACK",
-    "PORTS_VARIABLE",
     "ListenSettings",
     "PortRange",
     "address_for_others",

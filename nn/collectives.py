@@ -20,7 +20,6 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
-    "CollectiveFunction",
     "Gather",
     "Reduce",
     "ReduceScatter",
@@ -35,7 +34,7 @@ Group = ProcessGroup | None
 LINEAR_OPS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
-class CollectiveFunction(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     """A collective of the ranks of a process group."""
 
     @classmethod
@@ -45,7 +44,7 @@ class CollectiveFunction(torch.autograd.Function):
 
 
 @final
-class Broadcast(CollectiveFunction):
+class Broadcast(_CollectiveFunction):
     """Sends the tensor of rank `src` to every rank."""
 
     @staticmethod
@@ -63,7 +62,7 @@ class Broadcast(CollectiveFunction):
 
 
 @final
-class Reduce(CollectiveFunction):
+class Reduce(_CollectiveFunction):
     """Reduces the tensors of all ranks to rank `dst`."""
 
     @staticmethod
@@ -83,7 +82,7 @@ class Reduce(CollectiveFunction):
 
 
 @final
-class AllReduce(CollectiveFunction):
+class AllReduce(_CollectiveFunction):
     """Reduces the tensors of all ranks, to every rank."""
 
     @staticmethod
@@ -103,7 +102,7 @@ class AllReduce(CollectiveFunction):
 
 
 @final
-class Gather(CollectiveFunction):
+class Gather(_CollectiveFunction):
     """Gathers the tensors of all ranks on rank `dst`."""
 
     @staticmethod
@@ -121,7 +120,7 @@ class Gather(CollectiveFunction):
 
 
 @final
-class Scatter(CollectiveFunction):
+class Scatter(_CollectiveFunction):
     """Sends one of rank `src`'s tensors to each rank."""
 
     @staticmethod
@@ -140,7 +139,7 @@ class Scatter(CollectiveFunction):
 
 
 @final
-class AllGather(CollectiveFunction):
+class AllGather(_CollectiveFunction):
     """Gathers the tensors of all ranks on every rank."""
 
     @staticmethod
@@ -167,7 +166,7 @@ class AllGather(CollectiveFunction):
 
 
 @final
-class ReduceScatter(CollectiveFunction):
+class ReduceScatter(_CollectiveFunction):
     """Reduces the i-th tensors of all ranks to rank i of the group."""
 
     @staticmethod
@@ -186,7 +185,7 @@ class ReduceScatter(CollectiveFunction):
 
 
 @final
-class AllToAll(CollectiveFunction):
+class AllToAll(_CollectiveFunction):
     """Sends some rows of a tensor from each rank to each rank."""
 
     @staticmethod

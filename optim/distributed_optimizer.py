@@ -28,15 +28,7 @@ from .parameter_groups import (
     wait_for_owners,
 )
 
-__all__ = [
-    "DistributedOptimizer",
-    "StateDict",
-    "build_state_dict",
-    "check_class",
-    "check_state_dict",
-    "qualified_name",
-    "state_by_index",
-]
+__all__ = ["DistributedOptimizer", "check_class", "qualified_name"]
 
 StateDict = dict[str, Any]
 """The entries of a state dictionary:
@@ -48,7 +40,7 @@ shapes: the shape of each parameter, by index; only gradwire's have it.
 """
 
 
-def build_state_dict(
+def _build_state_dict(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[tuple[Options, int]],
     shapes: Sequence[tuple[int, ...]],
@@ -64,7 +56,7 @@ def build_state_dict(
     }
 
 
-def check_state_dict(
+def _check_state_dict(
     state_dict: Any,
     optimizer_class: type[torch.optim.Optimizer],
     group_sizes: Sequence[int],
@@ -94,7 +86,7 @@ def qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def state_by_index(state_dict: StateDict) -> dict[int, Any]:
+def _state_by_index(state_dict: StateDict) -> dict[int, Any]:
     """Returns the parameters' state by their index in the order of the groups, however they are numbered."""
     state = state_dict["state"]
     return {index: state[saved] for index, saved in enumerate(_indices(state_dict)) if saved in state}
@@ -253,7 +245,7 @@ class DistributedOptimizer:
         saved_groups = self._options_by_group({owner: options for owner, (_, options) in answers.items()})
         groups = [saved_groups.get(index, options_of(group)) for index, group in enumerate(self.param_groups)]
         sized_groups = list(zip(groups, self._group_sizes, strict=True))
-        return build_state_dict(self._optimizer_class, sized_groups, self._shapes, state)
+        return _build_state_dict(self._optimizer_class, sized_groups, self._shapes, state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the state and the options of all owners' optimizers.
@@ -268,8 +260,8 @@ class DistributedOptimizer:
                 differs. Nothing has changed.
             Exception: the first error of any owner. The other owners have loaded their part.
         """
-        check_state_dict(state_dict, self._optimizer_class, self._group_sizes, self._shapes)
-        state = state_by_index(state_dict)
+        _check_state_dict(state_dict, self._optimizer_class, self._group_sizes, self._shapes)
+        state = _state_by_index(state_dict)
         groups = [options_of(group) for group in state_dict["param_groups"]]
 
         def load(shard: _Shard) -> Future[None]:

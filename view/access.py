@@ -23,7 +23,7 @@ from ..net.user_sockets import SocketDirectory, link_file_name
 if TYPE_CHECKING:  # it needs torch, which takes seconds
     from ..net.security.credentials import Credentials
 
-__all__ = ["KEY_PARAMETER", "KEY_VARIABLE", "LinkFile", "PageClient", "PageKey"]
+__all__ = ["KEY_PARAMETER", "LinkFile", "PageClient", "PageKey"]
 
 
 KEY_PARAMETER = "key"

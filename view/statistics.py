@@ -26,7 +26,7 @@ from ..rref.rref import method_of_call
 from .names import FUNCTION_KINDS, METHOD_CALL, OPERATIONS, MethodNames
 from .timeline import COUNTERS, Timeline
 
-__all__ = ["BOUNDS_S", "MAX_BUCKETS", "OTHER", "CallStatistics", "Histogram", "view_of"]
+__all__ = ["BOUNDS_S", "OTHER", "CallStatistics", "Histogram", "view_of"]
 
 MAX_BUCKETS = 160
 """Buckets of a histogram; the last one begins at 18 minutes."""

@@ -14,7 +14,7 @@ from typing import Final, Literal, final
 
 from ..peer_text import printable
 
-__all__ = ["LOGGER", "WINDOW_S", "Audit", "AuditEvent", "EventKind"]
+__all__ = ["LOGGER", "WINDOW_S", "Audit", "AuditEvent"]
 
 LOGGER: Final = "gradwire.audit"
 

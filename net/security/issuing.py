@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from .identity import Material, host_names
 
-__all__ = ["ALWAYS", "Authority", "TokenSource", "Validity", "derive_key", "key_pem"]
+__all__ = ["Authority", "TokenSource", "Validity", "derive_key", "key_pem"]
 
 _COMMON_NAME_LIMIT = 64
 

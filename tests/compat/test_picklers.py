@@ -2,12 +2,14 @@
 
 import io
 import sys
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.net.security import Audit
+from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.wire.plain_pickle import RestrictedReader
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
@@ -214,7 +216,7 @@ def test_a_policy_refuses_calls_that_a_programs_pickler_has_made(torch_workers):
     a, b = torch_workers(2)
 
     def restrict(_):
-        agent = rpc.contracts.agent.holder.get()
+        agent: Any = current_agent()
         reader = RestrictedReader(agent.info, rpc.Policy(accepts="plain"), Audit(agent.info.name))
         agent._codec.values.unpack = reader.read
 
