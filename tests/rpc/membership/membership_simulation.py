@@ -21,7 +21,6 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.options import Liveness
 from gradwire.rpc.contracts.worker import PROCESS_ENDED, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.grpc_backend import greet
-from gradwire.rpc.membership import evictions as evictions_module
 from gradwire.rpc.membership.addresses import ListenAddress, Presence
 from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vote, verdict_of
 from gradwire.rpc.membership.roster import RosterLog
@@ -398,7 +397,7 @@ class SimulatedGroup:
             if member.info not in (me.info, peer)
         )
         if verdict is Verdict.UNDECIDED:
-            raise evictions_module._UndecidedError("too few members could be asked")
+            raise RuntimeError("too few members could be asked")
         return verdict is Verdict.SILENT
 
     def _vote(self, me: SimulatedWorker, other: SimulatedWorker, peer: WorkerInfo) -> Vote:

@@ -195,12 +195,12 @@ def test_no_thread_waits_for_others_after_the_end(executor):
     events = acquire_event_loop()
 
     async def close() -> None:
-        evictions.close()
+        asking.close()
 
     try:
-        evictions = Evictions(events.loop, executor, peers, follower(log, executor, peers=peers), 1000.0, never)
-        evictions.open(SimpleNamespace(on=lambda *_: None))  # type: ignore[arg-type]
-        evictions.evict(PEER, "it was silent")
+        asking = Evictions(events.loop, executor, peers, follower(log, executor, peers=peers), 1000.0, never)
+        asking.open(SimpleNamespace(on=lambda *_: None))  # type: ignore[arg-type]
+        asking.evict(PEER, "it was silent")
         assert asked.wait(20)
         events.run(close())
         assert cancelled.wait(20)
