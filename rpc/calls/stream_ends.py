@@ -366,7 +366,7 @@ class StreamConsumer:
                 error = item.error if item.error is not None else self._send_credit()
                 if error is None:
                     return item.value
-            elif self.is_ready():
+            elif self._is_ready():
                 error = self._error
             else:
                 raise ItemNotReadyError
@@ -386,20 +386,20 @@ class StreamConsumer:
     def wait(self, seconds: float | None) -> bool:
         """Waits until `take` does not raise ItemNotReadyError. Returns False after `seconds`; None is no limit."""
         with self._changed:
-            return wait_interruptibly(self._changed.wait_for, self.is_ready, seconds)
+            return wait_interruptibly(self._changed.wait_for, self._is_ready, seconds)
 
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Returns whether `take` has an item or the end of the stream to tell."""
         is_at_end = self._item_count is not None and self._taken_items >= self._item_count
         return self.is_done or self._taken_items in self._buffer or is_at_end or self._is_broken
 
     def add_waker(self, waker: Callable[[], None]) -> bool:
-        """Registers a callback that is called once, when `is_ready` becomes true.
+        """Registers a callback that is called once, when `take` has something to tell.
 
         Returns False, without a call, if it is true now.
         """
         with self._changed:
-            if self.is_ready():
+            if self._is_ready():
                 return False
             self._wakers.add(waker)
             return True
@@ -464,8 +464,8 @@ class StreamConsumer:
         )
 
     def _notify(self) -> None:
-        """Wakes the waiting threads and event loops if `is_ready`. Called with the lock."""
-        if not self.is_ready():
+        """Wakes the waiting threads and event loops if there is something to tell. Called with the lock."""
+        if not self._is_ready():
             return
         self._changed.notify_all()
         for waker in self._wakers:

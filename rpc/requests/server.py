@@ -436,7 +436,7 @@ class Server(WorkerWatcher):
         is_awaited = not call.is_cancelled and call.source.end is None
         answer.future.add_done_callback(partial(self._answer_later, call.key))
         if not is_awaited:
-            self._executor.submit(self.abort, [call.key])
+            self._executor.submit(self._abort, [call.key])
 
     def _answer_later(self, key: CallKey, future: "concurrent.futures.Future[Any]") -> None:
         """Has a thread of the executor answer a request with the result of a future, unless it was aborted."""
@@ -482,7 +482,7 @@ class Server(WorkerWatcher):
         if (call := self._running.get(key)) is not None:
             call.is_cancelled = True
         if self.deferred:
-            self._executor.submit(self.abort, [key])
+            self._executor.submit(self._abort, [key])
 
     def note_suspect(self, worker: WorkerInfo, reason: str) -> None:  # noqa: ARG002
         """Keeps the requests that have come by the broken connection from beginning."""
@@ -495,7 +495,7 @@ class Server(WorkerWatcher):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Aborts the answers to a worker that is lost."""
-        self.abort([key for key in self.deferred.copy() if key[0] == worker.wire_id])
+        self._abort([key for key in self.deferred.copy() if key[0] == worker.wire_id])
 
     def seconds_left(self) -> float | None:
         """Returns the time until the next deferred answer expires; None for never."""
@@ -504,9 +504,9 @@ class Server(WorkerWatcher):
 
     def abort_expired(self) -> None:
         """Aborts the answers for which their callers do not wait any longer."""
-        self.abort([key for key, call in self.deferred.copy().items() if call.is_expired])
+        self._abort([key for key, call in self.deferred.copy().items() if call.is_expired])
 
-    def abort(self, keys: Iterable[CallKey]) -> None:
+    def _abort(self, keys: Iterable[CallKey]) -> None:
         """Aborts answers: their callers are told that there will be none, and nothing waits for them here."""
         for key in keys:
             if (call := self.deferred.pop(key, None)) is None:
