@@ -85,8 +85,9 @@ def cut_off_other_users(known_ports: set[int]) -> list[int]:
     found = []
     for each in mine:
         ends = each.remote, each.local
-        is_whole = ends in before and ends in after
-        user = _known_user(before[ends], after[ends]) if is_whole else _user_of(*ends)
+        user = _known_user(before.get(ends), after.get(ends))
+        if user is None:  # it was missed, or has just connected: its line was read before that of this end
+            user = _user_of(*ends)
         if user != os.geteuid():
             found.append(-1 if user is None else user)
             with suppress(OSError), socket.socket(fileno=os.dup(own[each.inode])) as connection:
@@ -106,14 +107,15 @@ def _user_of(local: _Address, remote: _Address) -> int | None:
     return None
 
 
-def _known_user(before: _TcpSocket, after: _TcpSocket) -> int | None:
+def _known_user(before: _TcpSocket | None, after: _TcpSocket | None) -> int | None:
     """Returns the user of a socket that was looked up twice; None if that is not known.
 
     The kernel shows the socket of a process that has closed it as one of root. So only a socket counts that is
     still connected after the user has been read.
     """
-    is_known = before == after and before.state == ESTABLISHED and before.inode
-    return before.user if is_known and not _may_stand_for_others(before.user) else None
+    if before is None or before != after or before.state != ESTABLISHED or not before.inode:
+        return None
+    return None if _may_stand_for_others(before.user) else before.user
 
 
 def _own_descriptors() -> dict[int, int]:

@@ -3,8 +3,10 @@
 import os
 import socket
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
+from gradwire.net import socket_owners
 from gradwire.net.socket_owners import cut_off_other_users, own_listening_ports, user_of_peer, users_listening
 
 from tests.hostile.attacks import NOBODY, become
@@ -75,3 +77,25 @@ def test_other_users_are_cut_off(listener, stranger):
         assert accepted.recv(1) == b""
         own.sendall(b"x")
         assert twin.recv(1) == b"x"
+
+
+def test_who_connects_while_the_table_is_read_is_not_cut_off(monkeypatch):
+    """The kernel's table is read in parts: it may show one end while it connects, and the other one connected."""
+    known, tables, reads = own_listening_ports(), socket_owners._tables, count()
+
+    def read() -> Iterator[str]:
+        ends, is_early = f"{port} 0100007F:{other}", next(reads) == 0
+        for table in tables():
+            yield table.replace(f"{ends} 01", f"{ends} 02") if is_early else table
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as own,
+        listening.accept()[0] as accepted,
+    ):
+        port, other = (f"{each.getsockname()[1]:04X}" for each in (own, listening))
+        monkeypatch.setattr(socket_owners, "_tables", read)
+        assert cut_off_other_users(known) == []
+        own.sendall(b"x")
+        assert accepted.recv(1) == b"x"
+    assert next(reads) > 2
