@@ -3,6 +3,8 @@
 ConsistencyCheck compares the calls of a collective before it starts. Each rank writes its call to the group's
 store and reads the calls of the others. That takes two round trips to the store for each collective, so it is for
 debugging: TORCH_DISTRIBUTED_DEBUG=DETAIL or the group's options enable it.
+
+StoreBarrier waits for all ranks, and names those that did not come.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Engines carry out the operations of process groups: one contract (base), one folder per implementation."""
+"""Engines carry out the operations of process groups: one contract (base), a module or folder for each."""
 
 from .base import Engine, PendingOperation, Setup
 

@@ -1,4 +1,4 @@
-"""Key-value stores: the contract is in base.py, and each kind of store in a file of its own."""
+"""Key-value stores: the contract is in base.py, and what an operation does in state.py."""
 
 from .base import Store
 from .file import FileStore

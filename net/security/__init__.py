@@ -12,7 +12,7 @@ name, so that no other worker can pose as it.
 
 What listens records in an Audit who connects and who is let in.
 
-This package imports nothing of gradwire but errors.
+This package imports nothing of gradwire but errors, and how texts of others are shown.
 """
 
 from ..peer_text import printable, printable_lines
