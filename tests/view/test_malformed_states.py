@@ -102,14 +102,15 @@ def test_a_timeline_whose_columns_differ_in_length_is_refused(state):
     assert problem_of(state) == "timeline.calls_sent is missing"
 
 
-@pytest.mark.parametrize("value", [-1e18, 0, 1e-9, 1e18])
-@pytest.mark.parametrize("column", ["ended", "seconds", *COUNTERS])
-def test_a_timeline_of_any_numbers_can_be_merged(state, column, value):
-    state["timeline"][column] = [value] * len(state["timeline"][column])
-    assert problem_of(state) is None
-    found = merged_timeline([{"name": "worker0", "state": state}], time.time())
-    assert len(found["calls"]) == SECONDS
-    json.dumps(found, allow_nan=False)
+def test_a_timeline_of_any_numbers_can_be_merged(state):
+    for column in ["ended", "seconds", *COUNTERS]:
+        for value in [-1e18, 0, 1e-9, 1e18]:
+            changed = copy.deepcopy(state)
+            changed["timeline"][column] = [value] * len(state["timeline"][column])
+            assert problem_of(changed) is None
+            found = merged_timeline([{"name": "worker0", "state": changed}], time.time())
+            assert len(found["calls"]) == SECONDS
+            json.dumps(found, allow_nan=False)
 
 
 def test_a_malformed_state_is_left_out_alone(workers):

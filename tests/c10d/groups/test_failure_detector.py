@@ -155,16 +155,14 @@ def connect_and_send(path: Path, say: str) -> bytes:
         return connection.recv(64)
 
 
-@pytest.mark.parametrize(
-    "say", ["wrong 1\n", "{word} 7\n", "{word} 1\n", "{word} one\n", "x" * 5000 + "\n", "\u00e9 1\n", ""]
-)
-def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
+def test_connections_without_the_token_are_refused(detectors, tmp_path):
     first, second = detectors(2)
-    try:
-        heard = connect_and_send(tmp_path / "store", say)
-    except ConnectionResetError:
-        heard = b""
-    assert b"welcome" not in heard  # with TLS, it may be an alert
+    for say in ("wrong 1\n", "{word} 7\n", "{word} 1\n", "{word} one\n", "x" * 5000 + "\n", "\u00e9 1\n", ""):
+        try:
+            heard = connect_and_send(tmp_path / "store", say)
+        except ConnectionResetError:
+            heard = b""
+        assert b"welcome" not in heard, say  # with TLS, it may be an alert
     second.kill()
     assert first.run(next_notice) == ("lost", 1, DIED)
 
