@@ -429,7 +429,8 @@ def _decode_on_host(
     if message.parts and dtype not in INTEGER_DTYPES:
         return _decode_sparse(message, sizes, get)
     if 0 in sizes:
-        tensor = torch.empty(sizes, dtype=INTEGER_DTYPES.get(dtype, dtype))
+        # Not one of this dtype: torch fills new memory in deterministic programs, which it cannot for all dtypes.
+        tensor = from_bytes(torch.empty(0, dtype=torch.uint8), sizes, (), dtype)
     else:
         data = get(message.data)
         _check_count(message, sizes, dtype, len(data))

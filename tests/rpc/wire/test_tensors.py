@@ -128,6 +128,26 @@ def quantization_despite_warnings(tensor: Tensor) -> list[Any]:
     return quantization(tensor)
 
 
+def empty_bytes() -> list[Tensor]:
+    return [torch.empty((0, 3), dtype=torch.uint8).view(dtype) for dtype in BYTES if dtype.itemsize == 1]
+
+
+def describe_empty(tensors: list[Tensor]) -> list[Any]:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+
+def test_tensors_without_elements_arrive_in_deterministic_programs(two_workers):
+    def check() -> None:
+        torch.use_deterministic_algorithms(mode=True)
+        try:
+            received = rpc.rpc_sync("worker1", empty_bytes)
+        finally:
+            torch.use_deterministic_algorithms(mode=False)
+        assert describe_empty(received) == describe_empty(empty_bytes())
+
+    two_workers[0].run(check)
+
+
 def test_quantized_tensors_arrive_where_warnings_are_errors(workers):
     a, b = workers.rpc(2)
     b.run(warnings.simplefilter, "error")
