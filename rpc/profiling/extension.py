@@ -255,13 +255,13 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
             return False
         if self._profiling is None:
             raise RuntimeError("the profile has not begun: call __enter__ first")
-        if self._is_closed:
-            return False
-        self._profiling.stop_collecting(self)
-        local_node = self._profiling.agent.info.id
         with self._lock:
+            if self._is_closed:  # another worker may end it, too
+                return False
             self._is_closed = True
             calls, self._calls = self._calls, []
+        self._profiling.stop_collecting(self)
+        local_node = self._profiling.agent.info.id
         self.process_global_function_events = [
             sorted(decode_events(events, self._started_ns, local_node), key=in_time) for events in calls
         ]

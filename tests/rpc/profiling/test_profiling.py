@@ -449,6 +449,27 @@ def test_misuse_of_a_global_profile(workers):
     assert a.run(misuse) == 0
 
 
+def test_a_global_profile_that_two_threads_end_keeps_its_results(workers):
+    def end() -> int:
+        profile = rpc.server_process_global_profile().__enter__()
+        rpc.rpc_sync("worker0", torch.add, (torch.ones(1), 1))
+        other = threading.Thread(target=profile.__exit__, args=(None, None, None))
+        stop = Profiling.stop_collecting
+
+        def stop_meanwhile(profiling: Profiling, collector: rpc.server_process_global_profile) -> None:
+            stop(profiling, collector)
+            if not other.ident:
+                other.start()
+                other.join()
+
+        with mock.patch.object(Profiling, "stop_collecting", stop_meanwhile):
+            profile.__exit__(None, None, None)
+        return len(profile.process_global_function_events)
+
+    (a,) = workers.rpc(1)
+    assert a.run(end) == 1
+
+
 def test_a_global_profile_ends_with_the_worker_that_keeps_it(workers):
     def begin() -> None:
         profile = rpc.remote("worker1", rpc.server_process_global_profile)
