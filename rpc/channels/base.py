@@ -19,6 +19,7 @@ from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions, RpcBackendOptions
 from ..contracts.worker import Member, WorkerEnd
 from ..execution.executor import Executor
+from ..transports.base import Transport
 from ..transports.grpc_endpoint import Handshake
 from ..transports.sockets import BulkPeer, BulkSockets
 
@@ -44,8 +45,9 @@ MAX_SUM_FACTOR = 4
 Arriving = concurrent.futures.Future[Buffer]
 """The bytes of a payload that has not arrived."""
 
-StartTransfer = Callable[[], None]
-"""Starts to send a payload. Called at most once, from any thread, and must not block."""
+StartTransfer = Callable[[Transport], None]
+"""Starts to send a payload whose envelope is queued in a transport. Called at most once, from any thread, and must
+not block."""
 
 
 class PayloadLostError(ValueError):
@@ -80,6 +82,9 @@ class ChannelPeer(BulkPeer, Protocol):
 
     end: WorkerEnd | None
     """How it ended, if it is lost."""
+
+    transport: Transport
+    """By which envelopes go to it: another one after each break, and when it is lost."""
 
     @property
     def is_me(self) -> bool:

@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, final
 
 import torch
@@ -27,6 +28,7 @@ from ...errors import GroupAbortedError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import ControlMessages
 from ..contracts.worker import WorkerInfo
+from ..transports.base import Transport
 from ..wire.small_tensors import Gathered
 from .base import Arriving, ChannelDependencies, ChannelPeer, StartTransfer, check_size
 from .broadcast_group import BroadcastGroup
@@ -100,7 +102,7 @@ class _SharedPayload:
     number: int
     """The number of the broadcast in its group."""
     data: memoryview
-    chunk_transfers: dict[BroadcastPeer, StartTransfer] = field(default_factory=dict)
+    chunk_transfers: dict[BroadcastPeer, Callable[[], None]] = field(default_factory=dict)
     """By receiver whose envelope is queued, what starts to send it the payload by chunks."""
 
 
@@ -182,9 +184,13 @@ class _SendingGroup:
             members=self._members,
             transfer_id=chunked.chunked.transfer_id,
         )
-        return agent_pb2.Payload(broadcast=announced), lambda: self._on_announced(receiver, shared, start)
 
-    def _on_announced(self, receiver: BroadcastPeer, shared: _SharedPayload, start: StartTransfer) -> None:
+        def on_announced(transport: Transport) -> None:
+            self._on_announced(receiver, shared, partial(start, transport))
+
+        return agent_pb2.Payload(broadcast=announced), on_announced
+
+    def _on_announced(self, receiver: BroadcastPeer, shared: _SharedPayload, start: Callable[[], None]) -> None:
         """Keeps the transfer by chunks until the receiver requests it; starts it if that has happened already."""
         with self._lock:
             if shared.number < self._first_missing.get(receiver, shared.number + 1):
@@ -203,13 +209,7 @@ class _SendingGroup:
             if start is not None:
                 self._start_chunks(shared, start)
 
-    def drop_transfers(self, receiver: BroadcastPeer) -> None:
-        """Drops the transfers by chunks to a receiver whose connection ended: it does not expect them any more."""
-        with self._lock:
-            for shared in list(self._payloads.values()):
-                shared.chunk_transfers.pop(receiver, None)
-
-    def _start_chunks(self, shared: _SharedPayload, start: StartTransfer) -> None:
+    def _start_chunks(self, shared: _SharedPayload, start: Callable[[], None]) -> None:
         self._dependencies.on_resend(shared.data.nbytes)
         start()
 
@@ -501,9 +501,6 @@ class Broadcasts:
             affected = [group for receivers, group in self._groups.items() if receiver in receivers]
             for group in affected:
                 del self._groups[group.receivers]
-            known = list(self._by_number.values())
-        for group in known:  # also those that have ended
-            group.drop_transfers(receiver)
         for group in affected:
             group.abort(forms_again=True)
 

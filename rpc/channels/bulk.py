@@ -15,6 +15,7 @@ from functools import partial
 from typing import ClassVar, final
 
 from ...proto.v1 import agent_pb2
+from ..transports.base import Transport
 from ..transports.tls_socket import AnySocket
 from .base import Arriving, ChannelDependencies, ChannelPeer, PayloadLostError, StartTransfer, check_size
 from .buffers import BufferCache
@@ -76,15 +77,15 @@ class BulkChannel:
             return self._send_chunked(data)
         number = next(self._numbers)
         bulk = agent_pb2.BulkPayload(bundle=bundle.number, transfer_id=number, nbytes=data.nbytes)
-        return agent_pb2.Payload(bulk=bulk), lambda: bundle.put(number, data)
+        return agent_pb2.Payload(bulk=bulk), lambda _: bundle.put(number, data)
 
     def _send_chunked(self, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer]:
         payload, start = self._chunked.send(data)
         if not self._may_connect():
             return payload, start
 
-        def start_and_connect() -> None:
-            start()
+        def start_and_connect(transport: Transport) -> None:
+            start(transport)
             self._loop.call_soon_threadsafe(self._connect)
 
         return payload, start_and_connect

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.worker import Member
+from ..transports.base import Connecting, Transport
 from ..transports.grpc_endpoint import (
     DIAL_ATTEMPTS,
     DIAL_BACKOFF_S,
@@ -26,6 +27,7 @@ from ..transports.grpc_endpoint import (
     Handshake,
     RefusedError,
     aio,
+    raise_status,
     write_frame,
 )
 from ..wire.parsing import bytes_field, parse_chunks
@@ -50,6 +52,8 @@ class ChunkedChannel:
         self._starting: dict[int, int] = {}
         """The sizes of the payloads that are started and not queued yet, by transfer id."""
         self._sender: _ChunkSender | None = None
+        self._has_broken = False
+        """Whether there has been another connection before this one."""
         self.receiver = _ChunkReceiver()
         self.is_served = False
         """Whether no further stream is served: the peer has opened its stream, or is lost."""
@@ -65,7 +69,7 @@ class ChunkedChannel:
         """Numbers the payload; starting the transfer queues the bytes without a copy."""
         number = next(self._numbers)
         payload = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes))
-        return payload, lambda: self._start(number, data)
+        return payload, lambda transport: self._start(number, data, transport)
 
     def receive(self, payload: agent_pb2.Payload, done: Arriving | None = None) -> Arriving:
         """Allocates memory for the payload, and returns a future of it: `done`, if that is given."""
@@ -95,7 +99,7 @@ class ChunkedChannel:
     def drop(self, error: Exception) -> None:
         """Stops sending, and fails what is expected. What the stream of a lost peer still brings is dropped."""
         self.is_served = isinstance(error, ConnectionError)
-        self._starting.clear()  # their envelopes went by the connection that has ended
+        self._has_broken = True
         receiver, self.receiver = self.receiver, _ChunkReceiver()
         receiver.fail(error)
         sender, self._sender = self._sender, None
@@ -107,15 +111,17 @@ class ChunkedChannel:
         is_served, self.is_served = self.is_served, True
         return not is_served and self._peer.end is None
 
-    def _start(self, number: int, data: memoryview) -> None:
+    def _start(self, number: int, data: memoryview, transport: Transport) -> None:
         self._starting[number] = data.nbytes  # counted at once: a busy process runs the loop much later
-        self._dependencies.loop.call_soon_threadsafe(self._enqueue, number, data)
+        self._dependencies.loop.call_soon_threadsafe(self._enqueue, number, data, transport)
 
-    def _enqueue(self, number: int, data: memoryview) -> None:
-        if self._starting.pop(number, None) is None or self._peer.end is not None:
-            return
+    def _enqueue(self, number: int, data: memoryview, transport: Transport) -> None:
+        del self._starting[number]
+        if transport is not self._peer.transport:
+            return  # its envelope went by a connection that has ended: it would hold up all payloads behind it
         if self._sender is None:
-            self._sender = _ChunkSender(self._dependencies, self._peer.member, self._on_broken)
+            connected = transport.connect() if self._has_broken else None
+            self._sender = _ChunkSender(self._dependencies, self._peer.member, connected, self._on_broken)
         self._sender.put(number, data)
 
     def _on_broken(self, reason: str) -> None:
@@ -154,8 +160,18 @@ async def serve_chunks(
 class _ChunkSender:
     """The queue of payloads for one peer, and the task that sends them."""
 
-    def __init__(self, dependencies: ChannelDependencies, to: Member, on_broken: Callable[[str], None]) -> None:
-        """Starts to open the stream. `on_broken` takes the reason if that ends without `stop`."""
+    def __init__(
+        self,
+        dependencies: ChannelDependencies,
+        to: Member,
+        connected: Connecting | None,
+        on_broken: Callable[[str], None],
+    ) -> None:
+        """Starts to open the stream, when the peers are connected if that is given.
+
+        Else the peer might take it for a stream of the connection that broke, of which it has not noticed the end.
+        `on_broken` takes the reason if the stream ends without `stop`.
+        """
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         """What remains to be sent of each payload, by transfer id."""
         self.queued_bytes = 0
@@ -168,7 +184,7 @@ class _ChunkSender:
         self._has_said_hello = False
         """Whether the stream is open; until then, it may be opened again."""
         self._on_broken = on_broken
-        self._task = dependencies.loop.create_task(self._run())
+        self._task = dependencies.loop.create_task(self._run(connected))
         self._task.add_done_callback(self._on_end)
 
     def put(self, number: int, data: memoryview) -> None:
@@ -195,7 +211,9 @@ class _ChunkSender:
         self._queue.clear()
         self.queued_bytes = 0
 
-    async def _run(self) -> None:
+    async def _run(self, connected: Connecting | None) -> None:
+        if connected is not None:
+            await asyncio.shield(asyncio.wrap_future(connected))  # others wait for it, too
         pause = DIAL_BACKOFF_S
         for _ in range(DIAL_ATTEMPTS - 1):
             try:
@@ -212,12 +230,15 @@ class _ChunkSender:
         hello = agent_pb2.Chunks(hello=self._dependencies.handshake.hello).SerializeToString()
         async with self._dependencies.open_channel(self._to) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
+            call.add_done_callback(lambda _: self._wake.set())
             try:
                 await write_frame(call, hello)
                 self._has_said_hello = True
                 while True:
                     await self._wake.wait()
                     self._wake.clear()
+                    if call.done() and await call.code() is grpc.StatusCode.ALREADY_EXISTS:
+                        await raise_status(call)  # what it was given before it was refused is lost
                     while self._queue:
                         await call.write(b"".join(self._next_chunks()))
             finally:

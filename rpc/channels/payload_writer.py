@@ -6,6 +6,7 @@ from typing import final
 import torch
 
 from ...proto.v1 import agent_pb2
+from ..transports.base import Transport
 from ..wire.parsing import ALIGNMENT
 from ..wire.small_tensors import Gathered
 from .base import StartTransfer
@@ -163,10 +164,10 @@ class PayloadWriter:
         """Returns copies in the memory of the host: see DeviceWriter."""
         return self._channels.staging.to_host(elements)
 
-    def start(self) -> None:
-        """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
+    def start(self, transport: Transport) -> None:
+        """Starts to send the payloads that are not in the envelope, once that is queued in a transport."""
         for start in self._transfers:
-            start()
+            start(transport)
         self._transfers.clear()  # they hold the bytes
 
     def abort(self) -> None:

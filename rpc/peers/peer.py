@@ -347,8 +347,8 @@ class Peer:
         if (absence := self.absence) is not None:
             raise absence.as_error(self.info.name)
 
-    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
-        """Queues an envelope, and the bytes that are attached to it.
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> Transport:
+        """Queues an envelope, and the bytes that are attached to it; returns the transport that has them.
 
         Raises:
             WorkerLostError: the worker is lost.
@@ -358,14 +358,16 @@ class Peer:
         """
         if len(envelope) > _LARGE_BYTES:
             check_size(envelope, attached)
+        transport = self.transport
         try:
-            self.transport.send(envelope, attached)
+            transport.send(envelope, attached)
         except TransportClosedError as error:
             absence = self.absence
             if absence is None:  # the event loop is about to learn it
                 end = WorkerEnd(LossCause.DISCONNECTED, str(error))
                 absence = Absence(end, is_lost=self._is_closing or self.is_me)
             raise absence.as_error(self.info.name) from None
+        return transport
 
     def withdraw(self, message: Outgoing) -> bool:
         """Takes a message back if nothing of it is on its way; on the loop if it has payloads apart."""

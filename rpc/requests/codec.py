@@ -491,12 +491,12 @@ class Codec:
         try:
             # Now: the receiver may ask for the counts at once.
             peer.traffic.sent_by_channel(writer.nbytes, writer.inline_nbytes, writer.external_nbytes)
-            peer.send(data, writer.attached)
+            transport = peer.send(data, writer.attached)
         except RpcError:  # after what a signal handler raises, the message may be on its way
             writer.abort()
             self._put_back(peer, message, tensors)
             raise
-        writer.start()
+        writer.start(transport)
 
     def _put_back(self, peer: Peer, message: Outgoing, tensors: list[torch.Tensor]) -> None:
         """Has a message, whose envelope was not sent, hold its tensors again."""

@@ -2,10 +2,12 @@
 
 import queue
 import threading
+import time
 
+import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import LossCause
+from gradwire.errors import LossCause, RpcError, RpcTimeoutError, WorkerSuspectError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.base import PayloadLostError
@@ -62,7 +64,8 @@ def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monk
         wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
 
 
-def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agents):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agents, is_late):
     """Its envelope went by that connection: on the next one, it would hold up all payloads behind it."""
     a, b = agents(2, transports=("grpc",))
     data = torch.ones(1 << 16)
@@ -72,9 +75,13 @@ def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agent
 
     async def start_and_break() -> None:
         _, start = peer.channels.chunked.send(memoryview(bytes(1000)))
-        start()  # queued when the loop gets to it
+        transport = peer.transport
+        if is_late:  # its thread has queued the envelope, and was interrupted then
+            peer.break_off("its connection broke")
+        start(transport)  # queued when the loop gets to it
         assert peer.channels.chunked.queued_bytes == 1000
-        peer.break_off("its connection broke")
+        if not is_late:
+            peer.break_off("its connection broke")
 
     a._network._events.run(start_and_break())
     wait_until(lambda: peer.absence is None)
@@ -96,7 +103,7 @@ def test_chunks_of_a_broadcast_are_not_sent_whose_connection_broke_before_they_w
     assert sent is not None
     payload, start, _ = sent
     assert start is not None
-    start()
+    start(peer.transport)
 
     async def break_off() -> None:
         peer.break_off("its connection broke")
@@ -109,3 +116,50 @@ def test_chunks_of_a_broadcast_are_not_sent_whose_connection_broke_before_they_w
     shared.release()
     with holder.using(a):
         assert torch.equal(rpc.rpc_sync(b.info, identity, (data,), timeout=20), data)
+
+
+def test_a_call_fails_whose_payload_went_by_a_stream_that_was_refused(agents):
+    """As one of a connection of which only one of the two workers had noticed the end."""
+    a, b = agents(2, transports=("grpc",))
+    data = torch.ones(1 << 16)
+    with holder.using(a):
+        rpc.rpc_sync(b.info, identity, (1,))
+        b.peers.of(a.info).channels.chunked.is_served = True
+        with pytest.raises(WorkerSuspectError):
+            rpc.rpc_sync(b.info, identity, (data,), timeout=20)
+        wait_until(lambda: a.peers.of(b.info).absence is None)
+        assert torch.equal(rpc.rpc_sync(b.info, identity, (data,), timeout=20), data)
+
+
+def test_no_call_waits_for_what_a_connection_that_broke_has_not_carried(agents):
+    """Large tensors are sent by other connections than that which breaks."""
+    a, b = agents(2, transports=("grpc",))
+    data = torch.ones(1 << 16)
+    peer, back = a.peers.of(b.info), b.peers.of(a.info)
+    timed_out, has_ended = [], threading.Event()
+
+    def call() -> None:
+        with holder.using(a):
+            while not has_ended.is_set():
+                try:
+                    rpc.rpc_sync(b.info, identity, (data,), timeout=20)
+                except RpcTimeoutError as error:
+                    timed_out.append(error)
+                except RpcError:
+                    pass
+
+    async def break_off() -> None:
+        peer.break_off("its connection broke")
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        time.sleep(0.003)
+        a._network._events.run(break_off())
+        wait_until(lambda: peer.absence is None)
+    has_ended.set()
+    for thread in threads:
+        thread.join()
+    assert not timed_out
+    wait_until(lambda: peer.channels.announced.count == back.channels.announced.count == 0)
