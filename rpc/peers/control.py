@@ -304,7 +304,7 @@ class ControlPeer(Protocol):
     def is_used(self) -> bool:
         """Whether there has been anything to do with it."""
 
-    def send(self, envelope: bytes) -> None:
+    def send(self, envelope: bytes) -> object:
         """Queues an envelope; raises what keeps it from being sent."""
 
 
