@@ -364,8 +364,8 @@ def _split(name: str, what: str, tensor: Tensor, sizes: Sequence[int], ranks: in
 class _SparseSum:
     """A step of a CollectiveCall that reduces a sparse COO tensor over all ranks, in place.
 
-    Every rank gathers the indices and values of all ranks and adds the values of each index in the order of the
-    ranks, so that all ranks get the same bits.
+    DDP needs it for embeddings with sparse gradients. Every rank gathers the indices and values of all ranks and
+    adds the values of each index in the order of the ranks, so that all ranks get the same bits.
 
     Args:
         tensor: this rank's sparse COO tensor, of the same shape on all ranks. The number of entries may differ.

@@ -284,7 +284,7 @@ class GroupCore:
     def _run_blocking(
         self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
     ) -> PendingOperation | int | None:
-        """Returns the rank that sent, or what has been started."""
+        """Runs the steps on this thread. Returns the rank that sent, or what they have started."""
         source: int | None = None
         started: list[PendingOperation] = []
         try:

@@ -162,7 +162,7 @@ class DurableState(KeyValueState):
         return outcome
 
     def confirm(self, operation: Operation, item: bytes) -> None:
-        """Logs that a client has its popped item. Raises StoreError if it cannot, or the client asks again."""
+        """Logs that a client has its popped item. Raises StoreError if it cannot or the client has asked again."""
         if self._pops.get(_key_of(operation)) is not operation:
             raise StoreError("the client has sent this operation again")
         name = operation.keys[0]

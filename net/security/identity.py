@@ -199,6 +199,7 @@ def tls_problem(host: str, port: int, identity: Identity | None, seconds: float)
     """Connects to a server of the job, and returns why this process cannot use it; empty if that is not known.
 
     This process has the identity, or no credentials if that is None, and waits so many seconds for the server.
+    gRPC itself only tries again, and tells nothing.
     """
     context = _any_server() if identity is None else identity.client_context()
     try:

@@ -236,6 +236,10 @@ class Channel(NamedTuple):
 class Layout:
     """Indices of doorbells and offsets of data for a group of `size` ranks; offsets are bytes from the start.
 
+    In this order: one cache line of the segment itself; the doorbells, one for each rank and purpose and two for
+    each channel, that is, for each ordered pair of ranks; for each rank the text that says why it left; the slots
+    of collectives, two for each rank; and the blocks of the channels.
+
     With up to 128 ranks the segment takes up to 9 MiB for each, of which only pages that are written use memory.
     """
 
