@@ -205,7 +205,7 @@ def make_engine(module: str, name: str, path: Path, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "what"),
-    [("gloo.engine", "GlooEngine", "Gloo"), ("mpi.engine", "MpiEngine", "MPI")],
+    [("gloo", "GlooEngine", "Gloo"), ("mpi.engine", "MpiEngine", "MPI")],
 )
 def test_engines_need_the_consent_of_all_ranks(hosts, tmp_path, module, name, what):
     if what == "MPI":
