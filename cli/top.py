@@ -30,7 +30,7 @@ def command(url: str, interval: float, *, once: bool) -> None:
 
     try:
         from ..view.top import show
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         from ..rpc.contracts.options import INSTALL_VIEW
 
         raise click.ClickException(f"this needs {error.name}: {INSTALL_VIEW}") from None

@@ -57,7 +57,7 @@ def _start_page(agent: RpcAgent, view: View) -> "PageServer | None":
         )
     try:
         from .app import PageServer
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise RpcError(f"the view needs {error.name}: {INSTALL_VIEW}") from error
     try:
         if port:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 import threading
 import time
 import urllib.error
@@ -16,7 +17,7 @@ import pytest
 from gradwire import c10d, rpc
 from gradwire.errors import RpcError
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.view import app
+from gradwire.view import access, app
 from gradwire.view.app import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from gradwire.view.page import Page
 from prometheus_client.parser import text_string_to_metric_families
@@ -143,6 +144,34 @@ def test_with_a_token_the_page_is_encrypted_and_its_key_comes_from_the_token(wor
 def test_others_cannot_reach_the_page_of_a_job_without_credentials(workers):
     with pytest.raises(RpcError, match="served to other machines"):
         workers.rpc(1, view=rpc.View(address="0.0.0.0:0"))
+
+
+def hide(package):
+    """Has the page begin anew with what it imports, in a process without a package."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None
+    for name in ("app", "metrics"):
+        sys.modules.pop(f"gradwire.view.{name}", None)
+
+
+@pytest.mark.parametrize("package", ["prometheus_client", "starlette", "uvicorn"])
+def test_a_package_that_is_missing_is_named(workers, package):
+    (a,) = workers(1)
+    a.run(hide, package)
+    with pytest.raises(RpcError, match=rf"the view needs {package}[.\w]*: pip install"):
+        workers.join_rpc([a], view=rpc.View(address="0"))
+
+
+def test_another_problem_of_an_import_is_not_taken_for_a_missing_package(workers):
+    def spoil():
+        del access.LinkFile
+        sys.modules.pop("gradwire.view.app", None)
+
+    (a,) = workers(1)
+    a.run(spoil)
+    with pytest.raises(ImportError, match="cannot import name 'LinkFile'"):
+        workers.join_rpc([a], view=rpc.View(address="0"))
 
 
 def test_one_worker_of_a_host_takes_the_port_of_the_environment(workers):
