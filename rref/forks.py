@@ -480,9 +480,7 @@ class References(ReferenceExtension):
         """Handles the end of the request that creates a value."""
         if _is_unsure(error):
             self._creating.discard(fork.reference)  # if it has not arrived, it will not
-            fork.creation = (
-                None  # whose answer will not come; the owner counts the fork if the request has arrived
-            )
+            fork.creation = None  # whose answer will not come
             self._ask_to_count(fork, partial(self._confirm, fork))
         else:
             is_unsent = isinstance(error, RpcError) and error.outcome is Outcome.NOT_SENT
@@ -498,6 +496,7 @@ class References(ReferenceExtension):
         self._ask_to_count(fork)
 
     def _ask_to_count(self, fork: Fork, on_counted: Callable[[Exception | None], None] | None = None) -> None:
+        """Has the owner count a fork, and ask again for the creation if it waits for that."""
         payload = (*fork.reference, *fork.id)
         self.agent.control.send(fork.owner, "rref.fork", payload, on_counted, urgent=False)
 
