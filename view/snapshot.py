@@ -381,7 +381,7 @@ _STATE = {
     "links": _ByName({"state": _text, "transport": _OrNone(_text)}),
     "lost": _ByName(_text),
     "traffic": {
-        **_names(_count, "messages_sent", "messages_received", "bytes_sent", "bytes_received"),
+        **_names(_count, *_TRAFFIC),
         "by_worker": _ByName(_LINK_TRAFFIC),
     },
     "calls": {
