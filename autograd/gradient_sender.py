@@ -1,4 +1,8 @@
-"""How the gradients of a running backward pass leave a worker: when, and as what."""
+"""How the gradients of a running backward pass leave a worker: when, and as what.
+
+What is known to repeat itself is not sent element by element: the gradient of `x.sum()` is one number, expanded,
+and all of a zero tensor is zero. A gradient that belongs to several tensors, as that of a sum does, is sent once.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
