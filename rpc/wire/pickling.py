@@ -12,7 +12,7 @@ names functions and classes that can be imported, as Python's does, and writes t
 functions inside functions, and of the program's `__main__`. TorchScript functions are sent by name if they can be
 imported by their name, else with their code, and modules always with their code.
 
-A worker whose policy does not accept anything reads pickles by a `RestrictedReader` instead.
+A worker with a policy that restricts what it accepts has a `RestrictedReader` in place of the `PickleReader`.
 """
 
 import copyreg

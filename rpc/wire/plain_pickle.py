@@ -1,5 +1,7 @@
 """Reads pickles as data: the opcodes that gradwire's pickler writes, none of which runs anything.
 
+So a `RestrictedReader` reads the values of messages whose senders may send exposed or plain values only.
+
 A `find_class` of Python's own unpickler is not enough to read the pickle of a stranger: ten bytes have it allocate
 64 GiB (LONG_BINPUT), BUILD sets attributes of any function that `find_class` returns, the hash of a deep tuple
 overflows the stack, and that of a tuple which has the next one twice on each level never ends.
