@@ -109,9 +109,10 @@ class Channel(Protocol):
     the envelope.
 
     - Sending: a channel has a `send`, which takes bytes, contiguous, and returns the description of the payload.
-      One that sends apart from the envelope returns a function, too, that starts the transfer. It is called once
-      the envelope is queued, because a payload whose envelope never arrives would block the payloads behind it,
-      and never if that cannot be queued: no state is kept for a transfer that has not been started.
+      One that sends apart from the envelope returns a function, too, that starts the transfer. It is called with
+      the transport in which the envelope is queued, because a payload whose envelope never arrives would block the
+      payloads behind it, and never if that cannot be queued: no state is kept for a transfer that has not been
+      started.
     - Order: payloads may arrive in any order. The receiving agent calls `receive` or `discard` for each payload.
     - Threads: `send` and the function that it returns are called from any thread, all other methods on the agent's
       event loop unless they say otherwise. No method blocks on a peer.

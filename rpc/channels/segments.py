@@ -101,9 +101,8 @@ class Mapping:
         self.size = size
 
     def __del__(self) -> None:
-        if self.size and (
-            self.is_inherited or self._process == os.getpid()
-        ):  # else a child has something else there
+        # Else this is a child, which has something else there.
+        if self.size and (self.is_inherited or self._process == os.getpid()):
             _libc.munmap(self.address, self.size)
 
     def share_with_children(self) -> None:

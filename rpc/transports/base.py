@@ -37,8 +37,8 @@ class Transport(Protocol):
       Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: a Peer makes its transport, and another one when its connection has broken. It calls `close` of
-      the last one once, even if the connection is lost already. Sockets and threads
-      belong to the transport, which releases them in `close`, or when the connection has broken.
+      the last one once, even if the connection is lost already. Sockets and threads belong to the transport, which
+      releases them in `close`, or when the connection has broken.
     """
 
     @property

@@ -443,7 +443,7 @@ class GrpcStream:
                     self._is_asleep = False
                     self._wake.clear()
         except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
-            pass  # `run` sees the same end while it reads, with the reason
+            pass  # `_run` sees the same end while it reads, with the reason
 
     def _finish(self, end: WorkerEnd, *, report: bool = True, may_heal: bool = False) -> None:
         if self._state is StreamState.CLOSED:

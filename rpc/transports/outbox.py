@@ -33,7 +33,6 @@ MAX_FRAMES = 1 << 14
 """Frames without envelopes that are queued, at most. A worker that reads is sent some for each connection, and for
 each segment of device memory."""
 
-
 READ_OUT_TIMEOUT_S = 5.0
 """Seconds in which something has to come of what a peer sent by the socket before its goodbye or its death."""
 
@@ -109,7 +108,6 @@ class Outbox:
         """The reason that nothing can be sent any more; None until then."""
         self.connected = Connecting()
         """Done when it is known what carries the envelopes: a socket, the stream, or nothing any more."""
-        self._is_connected = False
         self._offered: OfferedSocket | None = None
         self._has_socket_ended = asyncio.Event()
 
@@ -159,8 +157,7 @@ class Outbox:
             return self._frames.popleft()
         if self.is_held:
             return b""
-        if not self._is_connected:
-            self._set_connected(self._address)
+        self._set_connected(self._address)
         with self._lock:
             taken: list[bytes] = []
             size = 0
@@ -183,11 +180,10 @@ class Outbox:
 
     def _set_connected(self, way: AnySocket | str = "") -> None:
         """Notes that it is known what carries the envelopes: a socket, gRPC to some address, or nothing."""
-        if not self._is_connected:
-            self._is_connected = True
+        if not self.connected.done():
+            self.connected.set_result(None)
             if way:
                 log_connection(self._parts.handshake, self._peer.info, way)
-            self.connected.set_result(None)
 
     # The socket.
 
