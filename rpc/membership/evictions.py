@@ -415,7 +415,7 @@ class Evictions:
     def read(self) -> None:
         """Has the log read to its end, as soon as the store answers. Called on any thread, and never waits."""
         with self._lock:
-            self._is_stale = True
+            self._is_stale = self._is_reading
             if self._is_reading:
                 return
             self._is_reading = True
@@ -469,16 +469,20 @@ class Evictions:
 
     def _read(self, _again: bool) -> None:
         while True:
-            self._is_stale = False
             try:
                 self._roster.catch_up()
-            except RosterError:
-                self._is_reading = False  # it is not tried again by itself
-                raise
-            with self._lock:
-                if not self._is_stale:
-                    self._is_reading = False
+            except RosterError:  # it is not tried again by itself
+                if self._end_reading():
+                    raise
+            else:
+                if self._end_reading():
                     return
+
+    def _end_reading(self) -> bool:
+        """Returns whether the log has been read to its end; else there is more of it, which has to be read."""
+        with self._lock:
+            self._is_reading, self._is_stale = self._is_stale, False
+            return not self._is_reading
 
     def _call_soon(self, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended

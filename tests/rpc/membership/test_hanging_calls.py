@@ -16,7 +16,7 @@ from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership import evictions
 from gradwire.rpc.membership.addresses import Presence
 from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vouching
-from gradwire.rpc.membership.roster import RosterLog
+from gradwire.rpc.membership.roster import RosterError, RosterLog
 from gradwire.rpc.peers.peer import Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake
 
@@ -206,5 +206,33 @@ def test_no_thread_waits_for_others_after_the_end(executor):
         assert cancelled.wait(20)
         assert executor.close(20)
         assert log.has(PEER.wire_id)
+    finally:
+        events.release()
+
+
+def test_a_change_that_is_told_during_a_read_that_fails_is_read(executor):
+    """It was forgotten, until another one was told."""
+    log, reads = RosterLog(HashStore()), []
+
+    def catch_up() -> None:
+        reads.append(None)
+        if len(reads) == 1:
+            following.read()
+            raise RosterError("the snapshot of the roster is refused")
+
+    log.catch_up = catch_up  # type: ignore[method-assign]
+    events = acquire_event_loop()
+    try:
+        peers = Peers(ME, dynamic=True)
+        following = Evictions(
+            events.loop,
+            executor,
+            peers,
+            follower(log, executor, peers=peers),
+            1000.0,
+            None,  # type: ignore[arg-type] # nobody is evicted
+        )
+        following.read()
+        wait_until(lambda: len(reads) == 2 and not following._is_reading)
     finally:
         events.release()
