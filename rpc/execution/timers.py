@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -20,14 +20,14 @@ MAX_WAIT_S = 3600.0
 """Seconds of one wait; the operating system refuses waits of centuries."""
 
 MAX_SETTLED_ENTRIES = 1024
-"""Entries of settled requests that are kept besides as many as there are live ones."""
+"""Entries of settled requests that are kept besides as many as there were live ones last time."""
 
 log = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
-K = TypeVar("K", bound=Hashable)
-"""The type of the ids."""
+K = TypeVar("K", bound=int | tuple[int, int])
+"""The type of the ids, which tell the order of those whose time is the same."""
 
 
 class Scheduler(Protocol):
@@ -145,8 +145,8 @@ class Deadlines(Generic[K]):
     """Calls a function on its own thread for each id whose time is up.
 
     An id need not be removed when its request completes: `is_live` tells. No thread wakes up for settled
-    requests, and their entries are removed when they outnumber the live ones, so memory stays proportional to
-    what is pending.
+    requests, and their entries are looked for when there are twice as many entries as live ones last time. So
+    memory stays proportional to what is pending, or was at that time.
     """
 
     def __init__(self, expire: Callable[[K], None], is_live: Callable[[K], bool], name: str) -> None:

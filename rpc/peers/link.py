@@ -148,7 +148,7 @@ class Evictor(Protocol):
 
 @final
 class Links:
-    """What the links of one agent share, and what concerns all of them. Used on the event loop."""
+    """What the links of one agent share, and what concerns all of them. Its methods run on the event loop."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Links:
 
 @final
 class Link:
-    """The link to one worker. Used on the event loop, except where other threads only read."""
+    """The link to one worker. Used on the event loop, but for what says otherwise; other threads only read."""
 
     def __init__(self, owner: LinkOwner, address: str, links: Links) -> None:
         """Makes the link to a worker at an address, which is not connected."""
