@@ -310,7 +310,7 @@ def get_rpc_timeout() -> float:
 
 def set_rpc_timeout(seconds: float) -> None:
     """Sets the timeout, in seconds, of later calls that are not given one; 0 is no limit. Raises ValueError."""
-    current_agent().rpc_timeout = check_rpc_timeout(seconds)
+    current_agent().rpc_timeout = check_rpc_timeout("rpc_timeout", seconds)
 
 
 def debug_info() -> Mapping[str, Any]:

@@ -427,11 +427,6 @@ class RpcBackendOptions:
         self.devices = devices
 
 
-def check_rpc_timeout(value: Any) -> float:
-    """Returns a default timeout of calls in seconds. Raises ValueError if it is not one."""
-    return _check_rpc_timeout("rpc_timeout", value)
-
-
 def otel_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether GRADWIRE_OTEL is 1. Raises ValueError if it is neither that nor 0."""
     text = environment.get(OTEL_VARIABLE, "")
@@ -464,7 +459,8 @@ def _check_kind(name: str, value: Any) -> Any:
     return value
 
 
-def _check_rpc_timeout(name: str, value: Any) -> float:
+def check_rpc_timeout(name: str, value: Any) -> float:
+    """Returns a default timeout of calls in seconds. Raises ValueError if it is not one."""
     if not _is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value!r}: give seconds, or 0 for no timeout")
     return float(value)
@@ -539,7 +535,7 @@ _KINDS = {
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_KINDS, _check_kind),
-    "rpc_timeout": _check_rpc_timeout,
+    "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
     "host": _check_host,
     "advertised_host": _check_host,
