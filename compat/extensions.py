@@ -28,7 +28,7 @@ from ..rpc.profiling.extension import Profiling
 from ..rref.rref import RRef
 from ..torch_internals import find_builtin, rpc_class_reducers, rpc_pickler_in_use
 
-__all__ = ["TORCH_STYLE_EXTENSIONS", "SentReference", "TorchErrorStyle"]
+__all__ = ["TORCH_STYLE_EXTENSIONS", "SentReference"]
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -143,7 +143,7 @@ def _received(index: int) -> SentReference:
 
 
 @final
-class TorchErrorStyle(Extension):
+class _TorchErrorStyle(Extension):
     """Raises exceptions of remote functions at the caller as torch does, and prints them where they occur."""
 
     def __init__(self, agent: RpcAgent) -> None:
@@ -220,7 +220,7 @@ class _StderrHandler(logging.Handler):
 
 TORCH_STYLE_EXTENSIONS: Sequence[ExtensionFactory] = (
     *DEFAULT_EXTENSIONS,
-    TorchErrorStyle,
+    _TorchErrorStyle,
     _TorchCallStyle,
     _TorchPicklers,
 )
