@@ -214,7 +214,7 @@ class GrpcAgent(RpcAgent):
 
     def is_member(self, worker: int) -> bool:
         """Returns whether a worker with this wire id is in the group, or has been."""
-        return worker in self.peers.by_id or super().is_member(worker)
+        return worker in self.peers.by_id
 
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""

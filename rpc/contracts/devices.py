@@ -1,4 +1,4 @@
-"""Devices: device maps, checks of what users give, headers of messages, and payloads for CUDA devices."""
+"""Device maps, as users give them and as messages carry them, and contracts of payloads for CUDA devices."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType

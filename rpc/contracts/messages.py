@@ -1,7 +1,4 @@
-"""Messages between agents: a request on its way down, a message that leaves or has arrived, and its handler.
-
-And the checks of what users give to the functions that send requests.
-"""
+"""Messages between agents, their handlers, and checks of what users give to the functions that send requests."""
 
 import concurrent.futures
 import math

@@ -103,9 +103,10 @@ class Member:
     address: at which the others dial its agent: host:port, or unix: and the path of a socket.
     device_count: the number of its CUDA devices.
     network: identifies its network namespace: equal on two workers if they reach each other on the loopback
-    address. process: its process and host, for messages. device_maps: by the name of a called worker, which of
-    its devices become which of the called worker's. directory: identifies the directory of its unix socket; empty
-    if it listens on TCP.
+        address.
+    process: its process and host, for messages.
+    device_maps: by the name of a called worker, which of its devices become which of the called worker's.
+    directory: identifies the directory of its unix socket; empty if it listens on TCP.
     """
 
     info: WorkerInfo

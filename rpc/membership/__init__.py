@@ -1,1 +1,1 @@
-"""The members of a group: how they find each other, their addresses, and events when they join or leave."""
+"""The members of a group: how they find each other, where they listen, and the log of who joins and leaves."""

@@ -70,9 +70,10 @@ class RosterError(RendezvousError):
 class Departed:
     """An incarnation of a worker that is a member no longer.
 
-    member: the incarnation. evicted: whether the others have removed it because it did not answer.
-    successor: the wire id of the incarnation that has taken its place at its departure, or later; -1 without one.
+    member: the incarnation.
     reason: why others have removed it; empty if it has left by itself, or was started again.
+    evicted: whether the others have removed it because it did not answer.
+    successor: the wire id of the incarnation that has taken its place at its departure, or later; -1 without one.
     """
 
     member: Member
