@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import gradwire
 import pytest
@@ -30,7 +31,7 @@ def rows(module: str) -> list[tuple[str, str]]:
     return re.findall(r"^\| `([\w.]+)` \| `?([\w.]+)`? \|", section, re.M)
 
 
-def find(name: str) -> object:
+def find(name: str) -> Any:
     """Returns the object with a dotted name."""
     parts = name.split(".")
     found = importlib.import_module(parts[0])
