@@ -385,14 +385,21 @@ class Peer:
 
     # Receiving.
 
-    def on_envelope(self, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None) -> Pause:
+    def on_envelope(
+        self,
+        envelope: agent_pb2.Envelope,
+        nbytes: int,
+        attached: memoryview | None = None,
+        *,
+        breaks: int | None = None,
+    ) -> Pause:
         """Collects the payloads of an envelope that has arrived, and reports the message."""
         if self.end is not None:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
         messages = self._parts.messages
         if not envelope.has_payloads:
             return messages.on_message(self, envelope, read_inline, nbytes, announced=False)
-        breaks = self.breaks
+        breaks = self.breaks if breaks is None else breaks
         arrived: PayloadReader | Collecting | None = None
         try:
             payloads = EnvelopePayloads(self.channels, envelope, attached)
@@ -411,7 +418,7 @@ class Peer:
         return pause
 
     def _collect(self, envelope: agent_pb2.Envelope, payloads: EnvelopePayloads, nbytes: int, breaks: int) -> None:
-        """Collects the payloads of an envelope, which was read after so many breaks. Called on the loop."""
+        """Collects the payloads of an envelope that came by the connection after so many breaks. On the loop."""
         messages = self._parts.messages
         # Those of a connection that broke since then do not come any more.
         if self.end is not None or self.breaks != breaks:

@@ -89,6 +89,9 @@ class TransportListener(Protocol):
     info: WorkerInfo
     member: Member
 
+    breaks: int
+    """How often its connection broke."""
+
     @property
     def is_on_this_host(self) -> bool:
         """Whether it is on this host, in this network namespace."""
@@ -103,7 +106,12 @@ class TransportListener(Protocol):
         """
 
     def on_envelope(
-        self, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None
+        self,
+        envelope: agent_pb2.Envelope,
+        nbytes: int,
+        attached: memoryview | None = None,
+        *,
+        breaks: int | None = None,
     ) -> "concurrent.futures.Future[None] | None":
         """Handles an envelope from the peer. Called on any thread, by one thread at a time.
 
@@ -113,6 +121,7 @@ class TransportListener(Protocol):
             envelope: the envelope.
             nbytes: bytes of memory that it takes.
             attached: the bytes that followed it; None if those that are attached to it are a field of it.
+            breaks: those before the connection that it came by; None if that is the connection that there is now.
 
         Returns:
             A future: the transport reads nothing more from the peer, besides what it has read already, before it

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from ...proto.v1 import agent_pb2
@@ -265,7 +266,9 @@ class Outbox:
             segments = pulses = None
             if kind == UNIX:
                 segments, pulses = self._peer.new_segments(), PulseExchange(parts.heartbeats.pulse)
-            reader = FrameReader(self._peer.on_envelope, segments, pulses, parts.allocate)
+            # It is read to its end when it has broken, too.
+            on_envelope = partial(self._peer.on_envelope, breaks=self._peer.breaks)
+            reader = FrameReader(on_envelope, segments, pulses, parts.allocate)
             used = EnvelopeSocket(kind, connection, parts.executor, reader, self._on_end)
             if segments is not None:
                 segments.connect(used.writer)

@@ -15,6 +15,7 @@ from gradwire.rpc.channels.broadcast import RESEND
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import WorkerEnd, WorkerInfo
+from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
 from tests.remote_functions import identity, wait_until
 
@@ -35,6 +36,29 @@ def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(age
     assert dropped.wait(20)
     assert a.peers.of(b.info).channels.announced.count == 0
     wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
+
+
+def test_a_message_is_dropped_that_is_read_after_its_connection_broke(agents, monkeypatch):
+    """Its payload is not sent by the next connection, on which it would be waited for."""
+    a, b = agents(2, transports=("tcp", "grpc"))
+    with holder.using(a):
+        rpc.rpc_sync(b.info, identity, (1,))
+    peer = a.peers.of(b.info)
+    connection = peer.stream.outbox.socket
+    dropped = threading.Event()
+    monkeypatch.setattr(a._dispatcher, "on_dropped", lambda *_: dropped.set())
+
+    async def break_off() -> None:
+        peer.break_off("its connection broke")
+
+    a._network._events.run(break_off())
+    wait_until(lambda: peer.absence is None)
+    envelope = agent_pb2.Envelope(id=9, type=MessageType.CALL, has_payloads=True)
+    envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = 9, 1000
+    data = envelope.SerializeToString()
+    connection._reader.take(HEADER.pack(len(data), FrameKind.ENVELOPE) + data)
+    assert dropped.wait(20)
+    assert peer.channels.announced.count == 0
 
 
 def read_old_message(agent: GrpcAgent, source: WorkerInfo, payload: agent_pb2.Payload) -> None:
