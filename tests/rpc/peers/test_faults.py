@@ -93,11 +93,16 @@ def test_a_transfer_connection_that_breaks_alone(workers):
     """Large payloads cannot be sent any more, so the workers connect again; nothing waits for ever."""
     a, _ = workers.rpc(2, rpc_timeout=0, transports=("grpc",))
 
+    def connections() -> set[int]:
+        return {c.fd for c in psutil.Process().net_connections("unix") if c.type == socket.SOCK_STREAM}
+
     def check() -> None:
         large = torch.zeros(1 << 20)
+        rpc.rpc_sync("worker1", add, (1, 1))
+        before = connections()
         rpc.rpc_sync("worker1", add, (large, 1))
-        latest = max(c.fd for c in psutil.Process().net_connections("unix") if c.type == socket.SOCK_STREAM)
-        socket.socket(fileno=os.dup(latest)).shutdown(socket.SHUT_RDWR)
+        for fd in connections() - before:
+            socket.socket(fileno=os.dup(fd)).shutdown(socket.SHUT_RDWR)
         with pytest.raises((WorkerSuspectError, AnswerFailedError)):
             for _ in range(100):
                 rpc.rpc_sync("worker1", add, (large, 1))

@@ -34,10 +34,11 @@ def peer(seen: list[str]) -> Any:
         info=SimpleNamespace(wire_id=1, name="b"),
         member=Member(WorkerInfo("b", 1), "127.0.0.1:1", 0),
         is_on_this_host=False,
+        breaks=0,
         on_opened=lambda: seen.append("opened"),
         on_broken=lambda end, _unsent: seen.append(end.reason),
         on_closed=lambda end, _unsent=(): seen.append(end.reason),
-        on_envelope=lambda *_: None,
+        on_envelope=lambda *_, **__: None,
         on_frame=lambda _: None,
     )
 
