@@ -21,8 +21,8 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from ..execution.executor import Executor
 from ..membership.addresses import ListenAddress
-from ..membership.evictions import Evictions, RosterFollower, Vouching
-from ..membership.roster import RosterLog
+from ..membership.evictions import Evictions, Vouching
+from ..membership.roster import RosterFollower, RosterLog
 from ..peers.link import Links
 from ..peers.peer import MessageListener, Peer, PeerParts, Peers
 from ..transports.base import Transport

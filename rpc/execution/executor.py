@@ -20,6 +20,8 @@ that torch would have, stay until the executor is closed. Those that have come b
 are idle, unless they have child processes.
 """
 
+import asyncio
+import concurrent.futures
 import logging
 import os
 import threading
@@ -27,12 +29,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from .interruptions import start_thread
 from .poller import MAX_WATCHERS, WATCH_INTERVAL_S, OnReady, Poller, Wakeable, Watch
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "SerialCalls"]
+
+T = TypeVar("T")
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds that a thread waits for work before it ends, unless it is to stay."""
@@ -483,3 +487,42 @@ def _has_children_of_thread() -> bool:
     except OSError:
         return True
     return True
+
+
+@final
+class SerialCalls:
+    """Runs blocking calls on threads of the executor, one at a time. Used on the event loop only."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._running = asyncio.Lock()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Calls a function on a thread when the calls before it have ended; returns its result.
+
+        If the caller is cancelled, a call that has not begun is dropped. One that runs goes on, and those after it
+        wait for its end: else each caller that does not wait for long would leave one more blocked thread behind.
+        """
+        await self._running.acquire()
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        ended = asyncio.wrap_future(result)
+        ended.add_done_callback(self._on_end)
+        try:
+            self._executor.submit_urgent(_call, function, result)
+            return await asyncio.shield(ended)
+        finally:
+            result.cancel()  # does nothing if the call has begun
+
+    def _on_end(self, ended: "asyncio.Future[Any]") -> None:
+        self._running.release()
+        if not ended.cancelled():
+            ended.exception()  # asyncio would log an error that no caller waits for
+
+
+def _call(function: Callable[[], T], result: "concurrent.futures.Future[T]") -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(function())
+    except Exception as error:
+        result.set_exception(error)

@@ -1,7 +1,6 @@
-"""Follows the log of a group, and evicts the members that have not come back.
+"""Evicts the members that have not come back: writes that into the log of the group, when others agree.
 
-A hello may say that its sender knows more of the log. It is not trusted: the entries are read from the store, and
-compared with the digest in the hello. A control message says that there is another entry, too.
+A control message tells the others, which read the log then.
 
 Before a worker evicts a member to which it has never been connected, the other members are asked about it: one
 that cannot reach a member does not know whether the member is dead or only out of its reach. The member stays if
@@ -22,24 +21,22 @@ from typing import Any, TypeVar, final
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...errors import LossCause
 from ...net.event_loop import acquire_event_loop
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import ControlMessages
 from ..contracts.options import RpcBackendOptions
-from ..contracts.worker import SHUT_DOWN, Member, RosterVersion, WorkerEnd, WorkerInfo
-from ..execution.executor import Executor
+from ..contracts.worker import Member, WorkerInfo
+from ..execution.executor import Executor, SerialCalls
 from ..peers.link import LinkState
 from ..peers.peer import Peers
 from ..transports.grpc_endpoint import VOUCH_METHOD, GrpcEndpoint, RefusedError
 from ..transports.liveness import Reach, probe
 from .addresses import ListenAddress, Presence, presence_of
-from .roster import Departed, RosterError, RosterLog
+from .roster import RosterError, RosterFollower
 
 __all__ = [
     "CONTROL_KINDS",
     "Evictions",
-    "RosterFollower",
     "Verdict",
     "Vote",
     "Vouching",
@@ -85,118 +82,6 @@ _Step = Callable[[bool], None]
 """Reads the store or writes to it, on a thread of the executor; takes whether it has been tried before."""
 
 log = logging.getLogger(__name__)
-
-
-@final
-class _SerialCalls:
-    """Runs blocking calls on threads of the executor, one at a time. Used on the event loop only."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._running = asyncio.Lock()
-
-    async def run(self, function: Callable[[], T]) -> T:
-        """Calls a function on a thread when the calls before it have ended; returns its result.
-
-        If the caller is cancelled, a call that has not begun is dropped. One that runs goes on, and those after it
-        wait for its end: else each caller that does not wait for long would leave one more blocked thread behind.
-        """
-        await self._running.acquire()
-        result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        ended = asyncio.wrap_future(result)
-        ended.add_done_callback(self._on_end)
-        try:
-            self._executor.submit_urgent(_call, function, result)
-            return await asyncio.shield(ended)
-        finally:
-            result.cancel()  # does nothing if the call has begun
-
-    def _on_end(self, ended: "asyncio.Future[Any]") -> None:
-        self._running.release()
-        if not ended.cancelled():
-            ended.exception()  # asyncio would log an error that no caller waits for
-
-
-def _call(function: Callable[[], T], result: "concurrent.futures.Future[T]") -> None:
-    if not result.set_running_or_notify_cancel():
-        return
-    try:
-        result.set_result(function())
-    except Exception as error:
-        result.set_exception(error)
-
-
-@final
-class RosterFollower:
-    """Compares the log with what is known here. Used on the event loop, but for `begin`."""
-
-    def __init__(
-        self,
-        roster: RosterLog,
-        peers: Peers,
-        add: Callable[[Member], None],
-        let_in: Callable[[], None],
-        executor: Executor,
-    ) -> None:
-        """Changes nothing yet. The threads of the executor wait for the store, for `learn` one at a time.
-
-        `add` adds a member that is unknown here. `let_in` has this worker say in its hellos how far it knows the
-        log, and accept the members.
-        """
-        self.roster = roster
-        self._peers = peers
-        self._add, self._let_in = add, let_in
-        self._reads = _SerialCalls(executor)
-        self._is_closed = False
-
-    def begin(self, members: Sequence[Member]) -> None:
-        """Adds the first members, and the former ones; nobody is let in yet."""
-        self._add_departed(self.roster.departed().values())
-        for member in sorted(members, key=lambda member: member.info.wire_id):
-            self._add(member)
-
-    async def learn(self, version: RosterVersion) -> None:
-        """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
-        try:
-            await self._reads.run(partial(self.roster.learn, version))
-        except RosterError as error:
-            raise RefusedError(f"worker {self._peers.me.name!r} refuses a roster: {error}") from None
-        self.follow()
-
-    def follow(self) -> None:
-        """Takes in all changes that are unknown here: other threads may have read some of them."""
-        if self._is_closed:
-            return
-        departed, known = self.roster.departed(), self._peers.by_id
-        joined = [member for member in self.roster.members() if member.info.wire_id not in known]
-        self._add_departed(departed.values())
-        for member in joined:
-            self._add(member)
-        self._let_in()
-        for wire_id, each in departed.items():
-            if wire_id in known and wire_id != self._peers.me.wire_id:
-                peer = known[wire_id]
-                if each.was_removed:
-                    peer.on_closed(WorkerEnd(LossCause.DISCONNECTED, each.why))
-                elif not peer.is_connected:  # else it says goodbye itself
-                    peer.on_closed(SHUT_DOWN)
-        if (me := departed.get(self._peers.me.wire_id)) is not None and me.was_removed:
-            for peer in self._peers.all():
-                peer.evicted(self._peers.me.name, me.reason or me.why)
-        for member in joined:
-            if (link := self._peers.of(member.info).link) is not None:
-                link.tell_joined()
-
-    def close(self) -> None:
-        """Takes in nothing any more. Called on any thread."""
-        self._is_closed = True
-
-    def _add_departed(self, departed: Iterable[Departed]) -> None:
-        """Adds former members of a static group that are unknown here, because there may be references to them."""
-        for each in () if self.roster.dynamic else departed:
-            if each.member.info.wire_id not in self._peers.by_id:
-                self._add(each.member)
-                self._peers.of(each.member.info).mark_lost(WorkerEnd(LossCause.DISCONNECTED, each.why))
 
 
 class Vote(Enum):
@@ -297,7 +182,7 @@ class Vouching:
         self._group = group
         self._endpoint = endpoint
         self._peers = peers
-        self._looks = _SerialCalls(executor)
+        self._looks = SerialCalls(executor)
         self._questions = 0
 
     async def ask_others(self, worker: WorkerInfo, others: Iterable[Member]) -> Verdict:

@@ -10,8 +10,8 @@ the store: a position that has been taken is never free again, and a member that
 Workers keep no entries, and of the past only a few digests and the ids that must not be used again.
 
 A worker that joins informs the current members itself: its hello to each of them says how many entries it knows,
-with a digest of them. Members then read what is new to them in the store. They do not poll it, and go on when it
-is gone.
+with a digest of them. It is not trusted: members then read what is new to them in the store, and compare. They do
+not poll it, and go on when it is gone.
 """
 
 import contextlib
@@ -19,17 +19,21 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, final
 
 from ...c10d.torch_types import TorchStore
-from ...errors import RendezvousError
-from ..contracts.worker import MAX_ID, Member, RosterVersion, WorkerInfo
+from ...errors import LossCause, RendezvousError
+from ..contracts.worker import MAX_ID, SHUT_DOWN, Member, RosterVersion, WorkerEnd, WorkerInfo
+from ..execution.executor import Executor, SerialCalls
 from ..execution.interruptions import start_thread
+from ..peers.peer import Peers
+from ..transports.grpc_endpoint import RefusedError
 
-__all__ = ["Departed", "Roster", "RosterError", "RosterLog"]
+__all__ = ["Departed", "Roster", "RosterError", "RosterFollower", "RosterLog"]
 
 LEAVE_TIMEOUT_S = 2.0
 """Seconds that a worker which leaves waits for the store. Without it, others find out later that it is gone."""
@@ -505,3 +509,76 @@ class RosterLog:
     @property
     def _snapshot_key(self) -> str:
         return f"{self._prefix}/snapshot"
+
+
+@final
+class RosterFollower:
+    """Compares the log with what is known here. Used on the event loop, but for `begin`."""
+
+    def __init__(
+        self,
+        roster: RosterLog,
+        peers: Peers,
+        add: Callable[[Member], None],
+        let_in: Callable[[], None],
+        executor: Executor,
+    ) -> None:
+        """Changes nothing yet. The threads of the executor wait for the store, for `learn` one at a time.
+
+        `add` adds a member that is unknown here. `let_in` has this worker say in its hellos how far it knows the
+        log, and accept the members.
+        """
+        self.roster = roster
+        self._peers = peers
+        self._add, self._let_in = add, let_in
+        self._reads = SerialCalls(executor)
+        self._is_closed = False
+
+    def begin(self, members: Sequence[Member]) -> None:
+        """Adds the first members, and the former ones; nobody is let in yet."""
+        self._add_departed(self.roster.departed().values())
+        for member in sorted(members, key=lambda member: member.info.wire_id):
+            self._add(member)
+
+    async def learn(self, version: RosterVersion) -> None:
+        """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
+        try:
+            await self._reads.run(partial(self.roster.learn, version))
+        except RosterError as error:
+            raise RefusedError(f"worker {self._peers.me.name!r} refuses a roster: {error}") from None
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes in all changes that are unknown here: other threads may have read some of them."""
+        if self._is_closed:
+            return
+        departed, known = self.roster.departed(), self._peers.by_id
+        joined = [member for member in self.roster.members() if member.info.wire_id not in known]
+        self._add_departed(departed.values())
+        for member in joined:
+            self._add(member)
+        self._let_in()
+        for wire_id, each in departed.items():
+            if wire_id in known and wire_id != self._peers.me.wire_id:
+                peer = known[wire_id]
+                if each.was_removed:
+                    peer.on_closed(WorkerEnd(LossCause.DISCONNECTED, each.why))
+                elif not peer.is_connected:  # else it says goodbye itself
+                    peer.on_closed(SHUT_DOWN)
+        if (me := departed.get(self._peers.me.wire_id)) is not None and me.was_removed:
+            for peer in self._peers.all():
+                peer.evicted(self._peers.me.name, me.reason or me.why)
+        for member in joined:
+            if (link := self._peers.of(member.info).link) is not None:
+                link.tell_joined()
+
+    def close(self) -> None:
+        """Takes in nothing any more. Called on any thread."""
+        self._is_closed = True
+
+    def _add_departed(self, departed: Iterable[Departed]) -> None:
+        """Adds former members of a static group that are unknown here, because there may be references to them."""
+        for each in () if self.roster.dynamic else departed:
+            if each.member.info.wire_id not in self._peers.by_id:
+                self._add(each.member)
+                self._peers.of(each.member.info).mark_lost(WorkerEnd(LossCause.DISCONNECTED, each.why))

@@ -13,6 +13,7 @@ from gradwire.rpc.channels.cuda.channel import MappedDeviceSegments
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.options import KIB, MIB
 
+from tests.event_loop import run_on_loop
 from tests.remote_functions import wait_until
 from tests.rpc.channels import fake_cuda
 from tests.rpc.channels.cuda_functions import describe, describe_all, echo, keep, kept_sums, overwrite
@@ -406,7 +407,7 @@ def receive_after_a_break() -> list[type[Exception]]:
     async def drop() -> None:
         channel.drop(PayloadLostError("its connection broke"))
 
-    agent._network._events.run(drop())  # type: ignore[attr-defined]
+    run_on_loop(drop())
     refusals = []
     for number in (highest, highest + 1):
         with pytest.raises(ValueError, match="connection broke|malformed") as caught:

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import WorkerEnd, WorkerInfo
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
+from tests.event_loop import run_on_loop
 from tests.remote_functions import identity, wait_until
 
 
@@ -32,7 +32,7 @@ def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(age
         a.peers.of(b.info).on_envelope(envelope, 0)
         a.peers.of(b.info).on_broken(WorkerEnd(LossCause.DISCONNECTED, "its connection broke"), ())
 
-    a._network._events.run(read_and_break())
+    run_on_loop(read_and_break())
     assert dropped.wait(20)
     assert a.peers.of(b.info).channels.announced.count == 0
     wait_until(lambda: a.peers.of(b.info).absence is None)  # it is back
@@ -51,7 +51,7 @@ def test_a_message_is_dropped_that_is_read_after_its_connection_broke(agents, mo
     async def break_off() -> None:
         peer.break_off("its connection broke")
 
-    a._network._events.run(break_off())
+    run_on_loop(break_off())
     wait_until(lambda: peer.absence is None)
     envelope = agent_pb2.Envelope(id=9, type=MessageType.CALL, has_payloads=True)
     envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = 9, 1000
@@ -69,7 +69,7 @@ def read_old_message(agent: GrpcAgent, source: WorkerInfo, payload: agent_pb2.Pa
         peer.break_off("its connection broke")
         peer.on_envelope(agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload, has_payloads=True), 0)
 
-    agent._network._events.run(break_and_read())
+    run_on_loop(break_and_read())
 
 
 def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_payload_is_not_sent_whose_connection_breaks_before_it_is_queued(agent
         if not is_late:
             peer.break_off("its connection broke")
 
-    a._network._events.run(start_and_break())
+    run_on_loop(start_and_break())
     wait_until(lambda: peer.absence is None)
     assert peer.channels.chunked.queued_bytes == 0
     with holder.using(a):
@@ -132,7 +132,7 @@ def test_chunks_of_a_broadcast_are_not_sent_whose_connection_broke_before_they_w
     async def break_off() -> None:
         peer.break_off("its connection broke")
 
-    a._network._events.run(break_off())
+    run_on_loop(break_off())
     wait_until(lambda: peer.absence is None)
     requested = threading.Event()
     b.control.send(a.info, RESEND, (payload.broadcast.group, 0), lambda _error: requested.set())
@@ -160,11 +160,12 @@ def test_no_call_waits_for_what_a_connection_that_broke_has_not_carried(agents):
     a, b = agents(2, transports=("grpc",))
     data = torch.ones(1 << 16)
     peer, back = a.peers.of(b.info), b.peers.of(a.info)
-    timed_out, has_ended = [], threading.Event()
+    begun, timed_out, has_ended = [], [], threading.Event()
 
     def call() -> None:
         with holder.using(a):
             while not has_ended.is_set():
+                begun.append(None)
                 try:
                     rpc.rpc_sync(b.info, identity, (data,), timeout=20)
                 except RpcTimeoutError as error:
@@ -179,8 +180,8 @@ def test_no_call_waits_for_what_a_connection_that_broke_has_not_carried(agents):
     for thread in threads:
         thread.start()
     for _ in range(50):
-        time.sleep(0.003)
-        a._network._events.run(break_off())
+        wait_until(lambda enough=len(begun) + len(threads): len(begun) > enough)
+        run_on_loop(break_off())
         wait_until(lambda: peer.absence is None)
     has_ended.set()
     for thread in threads:

@@ -26,6 +26,7 @@ from gradwire.rpc.peers.flow_control import Backlog, Backlogs
 from gradwire.rpc.peers.peer import ReceivedQueue
 from gradwire.rpc.transports import outbox
 
+from tests.event_loop import run_on_loop
 from tests.remote_functions import add, identity, wait_until
 
 MIB = 1 << 20
@@ -141,7 +142,7 @@ def test_what_a_lost_worker_still_sends_is_dropped(agents):
         wait_until(lambda: a.end_of(1) is not None)
         for _ in range(3):
             rpc.rpc_async(a.info, torch.numel, (payload,), timeout=0)
-    b._network._events.run(asyncio.sleep(0))  # now they are queued
+    run_on_loop(asyncio.sleep(0))  # now they are queued
     wait_until(lambda: not b.peers.of(a.info).channels.chunked.queued_bytes)
     assert not a.peers.of(b.info).channels.announced.count
 
@@ -286,9 +287,9 @@ def test_a_worker_that_does_not_read_what_it_asks_for_is_lost(agents, monkeypatc
             request = agent_pb2.BulkRequest(bundle=1)
             a.peers.of(b.info).on_frame(agent_pb2.Frame(bulk_request=request))
 
-    a._network._events.run(ask(4))
+    run_on_loop(ask(4))
     with holder.using(b):
         assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
-    a._network._events.run(ask(5))
+    run_on_loop(ask(5))
     wait_until(lambda: a.debug_info()["lost_workers"])
     assert "does not read the answers to what it asks for" in a.debug_info()["lost_workers"]["agent1"]

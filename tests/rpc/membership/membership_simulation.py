@@ -22,8 +22,8 @@ from gradwire.rpc.contracts.options import Liveness
 from gradwire.rpc.contracts.worker import PROCESS_ENDED, Member, WorkerEnd, WorkerInfo, WorkerWatcher
 from gradwire.rpc.grpc_backend import greet
 from gradwire.rpc.membership.addresses import ListenAddress, Presence
-from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vote, verdict_of
-from gradwire.rpc.membership.roster import RosterLog
+from gradwire.rpc.membership.evictions import Evictions, Verdict, Vote, verdict_of
+from gradwire.rpc.membership.roster import RosterFollower, RosterLog
 from gradwire.rpc.peers.link import Links, LinkState
 from gradwire.rpc.peers.peer import Peer, Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake, RefusedError

@@ -21,6 +21,7 @@ from gradwire.rpc.transports import grpc_endpoint
 
 from tests import remote_functions
 from tests.addresses import address_here
+from tests.event_loop import run_on_loop
 from tests.remote_functions import add, assert_clean, identity, keep, wait_until
 
 
@@ -300,7 +301,7 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
     hello = agent_pb2.Hello(protocol=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
     admit = a._network._handshake.admit(hello, None)
     with pytest.raises(grpc_endpoint.RefusedError, match="entry 1 of its roster is not in the store"):
-        a._network._events.run(admit)
+        run_on_loop(admit)
     assert a.workers() == [a.info]
     assert a.worker("a") == a.info
     assert log.version == before

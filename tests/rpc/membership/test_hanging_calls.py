@@ -15,8 +15,8 @@ from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership import evictions
 from gradwire.rpc.membership.addresses import Presence
-from gradwire.rpc.membership.evictions import Evictions, RosterFollower, Verdict, Vouching
-from gradwire.rpc.membership.roster import RosterError, RosterLog
+from gradwire.rpc.membership.evictions import Evictions, Verdict, Vouching
+from gradwire.rpc.membership.roster import RosterError, RosterFollower, RosterLog
 from gradwire.rpc.peers.peer import Peers
 from gradwire.rpc.transports.grpc_endpoint import Handshake
 

@@ -9,8 +9,7 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import LossCause
 from gradwire.rpc.contracts.worker import RosterVersion, WorkerInfo
-from gradwire.rpc.membership.evictions import RosterFollower
-from gradwire.rpc.membership.roster import RosterLog
+from gradwire.rpc.membership.roster import RosterFollower, RosterLog
 from gradwire.rpc.peers.peer import Peers
 from gradwire.rpc.transports.grpc_stream import end_of_error
 
