@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,9 @@ def test_no_call_waits_for_what_a_connection_that_broke_has_not_carried(agents):
                 except RpcError:
                     pass
 
+    def has_begun(count: int) -> bool:
+        return len(begun) >= count
+
     async def break_off() -> None:
         peer.break_off("its connection broke")
 
@@ -180,7 +184,7 @@ def test_no_call_waits_for_what_a_connection_that_broke_has_not_carried(agents):
     for thread in threads:
         thread.start()
     for _ in range(50):
-        wait_until(lambda enough=len(begun) + len(threads): len(begun) > enough)
+        wait_until(partial(has_begun, len(begun) + len(threads)))
         run_on_loop(break_off())
         wait_until(lambda: peer.absence is None)
     has_ended.set()
