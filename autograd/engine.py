@@ -16,7 +16,14 @@ from typing import Any, Literal, NamedTuple, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AutogradError, LimitReachedError, PolicyError, UnknownContextError
+from ..errors import (
+    AutogradError,
+    LimitReachedError,
+    PolicyError,
+    UnknownContextError,
+    WorkerLostError,
+    WorkerSuspectError,
+)
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, MessageType, Request, UnwantedMessageError
 from ..rpc.contracts.worker import WorkerInfo
@@ -445,14 +452,14 @@ class Engine:
             raise AutogradError(f"there is no worker {header.caller} to begin a backward pass")
 
     def fail_gradients(self, message: Incoming, error: Exception) -> None:
-        """Fails the pass of gradients that cannot be decoded: here, and by its caller on all workers.
+        """Fails the pass of gradients that cannot be decoded, or do not come: here, and by its caller everywhere.
 
         Its gate would wait for them until the timeout.
         """
         header = message.envelope.gradients
         if (context := self._contexts.find(header.context_id)) is not None:
             context.check_receiver(message.source.wire_id, header.message_id)
-            if not isinstance(error, PolicyError):  # whose text says all this
+            if not isinstance(error, PolicyError | WorkerLostError | WorkerSuspectError):  # which name the sender
                 reader, sender = self._agent.info.name, message.source.name
                 problem = f"worker {reader!r} cannot read the gradients that worker {sender!r} has sent"
                 error = AutogradError(f"{problem}: {type(error).__name__}: {text_of(error)}")

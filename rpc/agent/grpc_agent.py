@@ -19,6 +19,7 @@ import torch
 from ...c10d.stores.views import PrefixStore
 from ...errors import NotInitializedError, UnknownWorkerError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
 from ..channels.broadcast import BroadcastDependencies
 from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
@@ -53,6 +54,9 @@ CLOSE_TIMEOUT_S = 5.0
 
 HASTY_CLOSE_TIMEOUT_S = 0.5
 """The same if it has not waited for its calls to end."""
+
+RECONNECTED = "the connection broke by which it sent a message"
+"""Why a message is dropped whose sender has connected again."""
 
 _ANSWERS = frozenset({RESULT, ERROR})
 
@@ -230,8 +234,7 @@ class GrpcAgent(RpcAgent):
         for worker in workers:
             peer = self.peers.by_id.get(worker)
             if peer is not None and (absence := peer.absence) is not None:
-                end, name = absence.end, peer.info.name
-                raise end.as_error(name) if absence.is_lost else WorkerSuspectError(name, end.reason)
+                raise absence.cause(peer.info.name)
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
@@ -427,7 +430,7 @@ class GrpcAgent(RpcAgent):
         self._network.leave()
         self._extensions.close()
         self._all_gather_service.close()
-        self._network.disconnect(end)
+        self._network.disconnect(end, drains=in_order)
         self.control.close()
         self._caller.stop_deadlines()
         self._server.close()
@@ -463,7 +466,12 @@ class _Dispatcher:
         return peer.received.pause
 
     def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
-        self._server.drop((peer.id, envelope.id))
+        if envelope.id:  # a call fails with its worker
+            self._server.drop((peer.id, envelope.id))
+        else:
+            name, absence = peer.info.name, peer.absence
+            error = absence.cause(name) if absence is not None else WorkerSuspectError(name, RECONNECTED)
+            self._executor.submit(self._extensions.on_decode_error, peer.info, envelope, error)
 
     def on_message(
         self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
@@ -491,6 +499,9 @@ class _Dispatcher:
 
     def on_rejected(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         self._take_control(peer, envelope)
+        if isinstance(error, PayloadLostError) and not envelope.id:
+            self.on_dropped(peer, envelope)
+            return None
         pause = peer.received.add(0)
         self._executor.submit(self._reject, peer, envelope, error)
         return pause

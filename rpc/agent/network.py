@@ -176,22 +176,27 @@ class Network:
         if self._roster.dynamic and self.me.wire_id in self.peers.by_id:
             self._roster.try_to_leave(self.me.wire_id)
 
-    def disconnect(self, end: WorkerEnd) -> None:
-        """Sends what is queued, says to all peers how this worker ends, and stops serving."""
+    def disconnect(self, end: WorkerEnd, *, drains: bool) -> None:
+        """Sends what is queued, says to all peers how this worker ends, and stops serving.
+
+        Large payloads that are queued are sent only if it `drains`.
+        """
         self._follower.close()
         self.channels.stop()
-        self._events.run(self._disconnect(end))
+        self._events.run(self._disconnect(end, drains=drains))
 
     def release(self) -> None:
         """Releases the event loop, and the sockets. Called when the executor has ended."""
         self._streams.release()
         self._events.release()
 
-    async def _disconnect(self, end: WorkerEnd) -> None:
+    async def _disconnect(self, end: WorkerEnd, *, drains: bool) -> None:
+        if drains:
+            await asyncio.gather(*(each.drain(DRAIN_SECONDS) for each in self._used_channels()))
         self.peers.close()
         self._evictions.close()
-        # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
         peers = self.peers.all()
+        # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
         told = [] if end.orderly else [peer for peer in peers if peer.absence is None][:FAREWELL_DIALS]
         await asyncio.gather(*(peer.transport.close(DRAIN_SECONDS, end, dial=peer in told) for peer in peers))
         await self._sockets.close()

@@ -106,7 +106,7 @@ class Streams(Extension):
             consumer.on_item(message.envelope.stream.items, message.value, None, message.nbytes)
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Replaces an item that cannot be decoded by the error."""
+        """Replaces an item by the error: it cannot be decoded, or its payloads do not come."""
         if message.envelope.type != MessageType.STREAM_ITEM:
             return
         if (consumer := self._consumer_of(message)) is not None:
@@ -155,22 +155,17 @@ class Streams(Extension):
     def _producer_of(self, message: Incoming) -> StreamProducer | None:
         return self._producers.get((message.source.wire_id, message.envelope.stream.stream_id))
 
-    # Both.
+    # Both. A stream from a worker that is lost ends as its request does: with the answer, if that has come.
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Ends the streams from and to a lost worker."""
-        self._end_streams(worker, end.as_error(worker.name), end.reason)
+        """Ends the streams to a lost worker."""
+        self._end_producers(worker, end.reason)
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
-        """Ends the streams from and to a suspect worker, of which items may be lost."""
-        error = WorkerSuspectError(worker.name, reason)
-        error.outcome = Outcome.UNKNOWN
-        self._end_streams(worker, error, reason)
+        """Ends the streams to a suspect worker, of which items may be lost."""
+        self._end_producers(worker, reason)
 
-    def _end_streams(self, worker: WorkerInfo, error: Exception, reason: str) -> None:
-        for consumer in list(self._consumers.values()):
-            if consumer.producer == worker:
-                consumer.fail(error)
+    def _end_producers(self, worker: WorkerInfo, reason: str) -> None:
         for producer in list(self._producers.values()):
             if producer.consumer == worker:
                 # It runs user code, which may block. The worker may be back before, and read the answer.

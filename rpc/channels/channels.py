@@ -1,5 +1,6 @@
 """The channels of an agent, and those between it and each of its peers."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar, final
@@ -24,6 +25,9 @@ __all__ = ["Channels", "LocalChannel", "PeerChannels"]
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds after which memory is given back that is kept for payloads, if nothing has used it."""
+
+DRAIN_CHECK_S = 0.01
+"""Seconds between two looks at what a worker that leaves has not sent."""
 
 
 @final
@@ -176,6 +180,15 @@ class PeerChannels:
     def queued_bytes(self) -> int:
         """The bytes of payloads that are in this worker's own memory until they are sent."""
         return self.bulk.queued_bytes + self.chunked.queued_bytes
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until no payload is in this worker's own memory, or none of them has moved for so long."""
+        loop, queued = self._channels.dependencies.loop, self.queued_bytes
+        since = loop.time()
+        while queued and loop.time() - since < seconds:
+            await asyncio.sleep(DRAIN_CHECK_S)
+            if (left := self.queued_bytes) < queued:
+                queued, since = left, loop.time()
 
     def on_frame(self, frame: agent_pb2.Frame) -> None:
         """Handles what a frame tells of channels. Called on the loop. Raises ValueError if it is malformed."""

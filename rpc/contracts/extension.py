@@ -171,7 +171,10 @@ class Extension(WorkerWatcher, ABC):  # every hook has a sensible default
         """Is told that a request of this worker has an answer or has failed, right before its future is done."""
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Handles a message that cannot be decoded: only its headers are known."""
+        """Handles a message that cannot be decoded: only its headers are known.
+
+        So it does one that is no call, and whose payloads do not come: its sender is lost, or the connection.
+        """
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns counts for the agent's debug info."""

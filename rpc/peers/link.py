@@ -86,13 +86,13 @@ class Absence:
 
     def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError | EvictedError:
         """Returns the error of a call to the worker with this name, which is not sent."""
-        error: WorkerLostError | WorkerSuspectError | EvictedError
-        if self.evicted:
-            error = EvictedError(self.evicted, self.end.reason)
-        else:
-            error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
+        error = EvictedError(self.evicted, self.end.reason) if self.evicted else self.cause(worker)
         error.outcome = Outcome.NOT_SENT
         return error
+
+    def cause(self, worker: str) -> WorkerLostError | WorkerSuspectError:
+        """Returns the error of what needs the worker with this name."""
+        return self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
 
 
 class LinkOwner(Protocol):

@@ -9,6 +9,7 @@ again in its place has another one. This worker is a peer of its own, which has 
   that means (link.py), calls `disconnect`, `reconnect`, `suspect` or `lose`, and tells all watchers.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import threading
@@ -278,6 +279,10 @@ class Peer:
         self.breaks = 0
         """How often its connection broke."""
         self._unsent: Collection[bytes] = ()
+        self._incomplete: dict[int, agent_pb2.Envelope] = {}
+        """The envelopes that have come, and not all of their payloads, by their `id`."""
+        self._completed: asyncio.Event | None = None
+        """Set when one of them is complete, or never will be. None until somebody waits for that."""
         self.parked_requests = self.parked_bytes = 0
         """The requests of it that wait without a thread. Guarded by the lock of the server."""
         self.stream: GrpcStream | None = None
@@ -410,6 +415,7 @@ class Peer:
         nbytes += payloads.nbytes
         if arrived is not None and not isinstance(arrived, concurrent.futures.Future):
             return messages.on_message(self, envelope, arrived, nbytes, announced=False)
+        self._incomplete[id(envelope)] = envelope
         pause = messages.on_announced(self, envelope)
         if arrived is None:
             self._parts.links.loop.call_soon_threadsafe(self._collect, envelope, payloads, nbytes, breaks)
@@ -419,30 +425,48 @@ class Peer:
 
     def _collect(self, envelope: agent_pb2.Envelope, payloads: EnvelopePayloads, nbytes: int, breaks: int) -> None:
         """Collects the payloads of an envelope that came by the connection after so many breaks. On the loop."""
-        messages = self._parts.messages
         # Those of a connection that broke since then do not come any more.
         if self.end is not None or self.breaks != breaks:
-            messages.on_dropped(self, envelope)
+            self._complete(envelope, self._parts.messages.on_dropped)
             return
         try:
             arrived = payloads.collect()
         except Exception as error:  # a refusal, or no memory
-            messages.on_rejected(self, envelope, error)
+            self._complete(envelope, self._parts.messages.on_rejected, error)
             return
         if isinstance(arrived, concurrent.futures.Future):
             arrived.add_done_callback(partial(self._on_collected, envelope, nbytes))
         else:
-            messages.on_message(self, envelope, arrived, nbytes, announced=True)
+            self._complete(envelope, self._parts.messages.on_message, arrived, nbytes, announced=True)
 
     def _on_collected(self, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting) -> None:
         messages = self._parts.messages
         error = None if done.cancelled() else done.exception()
         if isinstance(error, ValueError):
-            messages.on_rejected(self, envelope, error)
-        elif done.cancelled() or error is not None:
-            messages.on_dropped(self, envelope)  # it is lost, which fails what waits for this message
+            self._complete(envelope, messages.on_rejected, error)
+        elif done.cancelled() or error is not None:  # it is lost, which fails what waits for this message
+            self._complete(envelope, messages.on_dropped)
         else:
-            messages.on_message(self, envelope, done.result(), nbytes, announced=True)
+            self._complete(envelope, messages.on_message, done.result(), nbytes, announced=True)
+
+    def _complete(
+        self, envelope: agent_pb2.Envelope, report: Callable[..., object], *args: object, **kwargs: object
+    ) -> None:
+        """Reports what has become of an envelope whose payloads had not all come."""
+        try:
+            report(self, envelope, *args, **kwargs)
+        finally:
+            self._incomplete.pop(id(envelope), None)
+            if self._completed is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._parts.links.loop.call_soon_threadsafe(self._completed.set)
+
+    async def wait_for_payloads(self) -> None:
+        """Waits until the payloads of all envelopes that have come are there, or will not come."""
+        completed = self._completed = asyncio.Event()
+        while self._incomplete:
+            await completed.wait()
+            completed.clear()
 
     def new_segments(self) -> PeerSegments:
         """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""

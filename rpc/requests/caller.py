@@ -79,7 +79,7 @@ class Caller(WorkerWatcher):
         """The worker of each request that has failed because that was suspect, and that it may answer all the
         same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
-        """The requests whose answers wait for a thread."""
+        """The requests whose answers wait for a thread. What becomes of their workers does not matter to them."""
         self._postponed: dict[int, tuple[Call, Outgoing]] = {}
         """The calls that wait for workers which do not answer, with the messages of these attempts, by id."""
         self._paused: dict[int, Call] = {}
@@ -578,7 +578,11 @@ class Caller(WorkerWatcher):
         # Those of the first kind are about to find out; what has not been sent may wait for the worker.
         waits = peer.absence is not None and peer.absence.waits
         spared = {State.NEW, State.POSTPONED} if waits else {State.NEW}
-        concerned = [call for call in in_flight.values() if call.peer is peer and call.state not in spared]
+        concerned = [
+            call
+            for call in in_flight.values()
+            if call.peer is peer and call.state not in spared and call.identifier not in self._arrived
+        ]
         failed = sent.keys() - in_flight.keys()
         return partial(self._fail_suspect, peer, reason, peer.take_unsent(), concerned, failed)
 
@@ -618,7 +622,7 @@ class Caller(WorkerWatcher):
         self._flow_control.release_all(peer.window)  # first: callbacks may make calls that wait for capacity
         unsent = peer.take_unsent()
         for call in self.in_flight.copy().values():
-            if call.peer is peer:
+            if call.peer is peer and call.identifier not in self._arrived:
                 self._take_and_fail(call, end.as_error(worker.name), call.outcome_without(unsent))
         for identifier in sent:
             self.kept.pop(identifier, None)

@@ -128,6 +128,9 @@ class TransportListener(Protocol):
             is done. None if it can go on.
         """
 
+    async def wait_for_payloads(self) -> None:
+        """Waits until the payloads of all envelopes that have come are there, or will not come."""
+
     def on_opened(self) -> None:
         """Handles a new connection, once the peer has answered on it. Called on the event loop.
 

@@ -275,10 +275,23 @@ class GrpcStream:
             writer.cancel()
             try:
                 await self.outbox.read_out(has_left=peer_end is not None)
+                if peer_end is not None:
+                    await self._wait_for_payloads(read)
             finally:  # gRPC may cancel this
                 end = SHUT_DOWN if self.goodbye else peer_end
                 broken = WorkerEnd(LossCause.DISCONNECTED, reason)
                 self._finish(end or broken, may_heal=may_heal and end is None)
+
+    async def _wait_for_payloads(self, read: Read) -> None:
+        """Waits for the payloads that a peer has sent before its goodbye; it keeps the stream open meanwhile."""
+        complete = self._loop.create_task(self._peer.wait_for_payloads())
+        await asyncio.sleep(0)
+        if not complete.done():
+            gone = asyncio.ensure_future(read())
+            await asyncio.wait((complete, gone), return_when=asyncio.FIRST_COMPLETED)
+            complete.cancel()
+            gone.cancel()
+            await asyncio.gather(complete, gone, return_exceptions=True)
 
     def _on_opened(self) -> None:
         if self._state is StreamState.OPEN and not self._is_confirmed:

@@ -414,3 +414,14 @@ def test_an_item_whose_references_are_refused_is_replaced_by_the_error(workers):
 
     a, _ = workers.rpc(2)
     a.run(check)
+
+
+def test_an_item_fails_whose_payload_does_not_come_although_the_end_of_the_stream_has(agents):
+    a, b = agents(2, transports=("grpc",))
+    with holder.using(a):
+        assert rpc.rpc_sync(b.info, add, (1, 1)) == 2
+        a.peers.of(b.info).channels.chunked.is_served = True  # as if the stream of chunks had come before
+        stream = rpc.rpc_stream(b.info, watched, ("end", 1, MIB))
+        with pytest.raises(WorkerSuspectError):
+            next(stream)
+        wait_until(lambda: a.peers.of(b.info).absence is None)

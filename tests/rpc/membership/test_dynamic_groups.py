@@ -4,9 +4,12 @@ import gc
 import json
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
+import torch
 from gradwire import rpc
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
@@ -22,7 +25,9 @@ from gradwire.rpc.transports import grpc_endpoint
 from tests import remote_functions
 from tests.addresses import address_here
 from tests.event_loop import run_on_loop
-from tests.remote_functions import add, assert_clean, identity, keep, wait_until
+from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
+
+MIB = 1 << 20
 
 
 def join(name: str, url: str, rank: int = -1, **options) -> rpc.WorkerInfo:
@@ -108,6 +113,70 @@ def test_calls_to_a_worker_that_has_left(join_one):
             rpc.rpc_sync("b", add, (1, 1))
 
     a.run(check)
+
+
+def wait_and_leave() -> None:
+    remote_functions.wait_for("leave")
+    rpc.shutdown()
+
+
+def answer_and_leave(numel: int) -> torch.Tensor:
+    """Returns a tensor of float32 of this shape; this worker leaves as soon as it has answered."""
+    set_event("leave")
+    return torch.ones(numel)
+
+
+def yield_and_leave(numel: int) -> Iterator[torch.Tensor]:
+    for _ in range(5):
+        yield torch.ones(numel)
+    set_event("leave")
+
+
+@contextmanager
+def busy_threads() -> Iterator[None]:
+    """Keeps this process busy, so that some time passes between any two steps of its other threads."""
+    has_ended = threading.Event()
+
+    def work() -> None:
+        while not has_ended.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(("transport", "numel"), [("unix", 1), ("unix", MIB), ("tcp", MIB), ("grpc", MIB)])
+def test_what_a_worker_has_answered_arrives_although_it_leaves_at_once(join_one, url, transport, numel):
+    """An answer in full, and a stream to its end, whatever carries their tensors."""
+    options = {"transports": tuple({transport, "grpc"})}
+    a, b = (join_one(name, **options) for name in "ab")
+
+    def call() -> None:
+        assert torch.equal(rpc.rpc_sync("b", answer_and_leave, (numel,)), torch.ones(numel))
+
+    def stream() -> None:
+        received = list(rpc.rpc_stream("b", yield_and_leave, (numel,)))
+        assert len(received) == 5
+        assert all(torch.equal(each, torch.ones(numel)) for each in received)
+
+    def busily(check: Callable[[], None]) -> None:
+        wait_until(lambda: members() == {"a", "b"})
+        with busy_threads():
+            check()
+
+    for check in (call, stream) * 2:
+        b.run(lambda: remote_functions.event("leave").clear())
+        leaving = b.start(wait_and_leave)
+        a.run(busily, check)
+        leaving.result()
+        b.run(join, "b", url, **options)
 
 
 def sockets_of(process: int) -> list[str]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -375,4 +376,26 @@ def test_an_answer_to_a_call_that_has_not_been_sent_ends_its_wait(is_confirmed):
     assert not peer.window.calls
     assert not caller._postponed
     assert not caller.kept
+    loop.close()
+
+
+@pytest.mark.parametrize("becomes", [lose, partial(suspect, waits=False), partial(suspect, waits=True)])
+def test_a_call_whose_answer_has_come_does_not_fail_with_its_worker(becomes):
+    loop, threads = VirtualTime(), Threads()
+    world: Any = World(loop)
+    extensions = Extensions(Packer())
+    extensions.add(Ends())
+    watchers: list[WorkerWatcher] = []
+    peer = world.peer = silent_peer(PEER, watchers, threads, world)
+    parts = call_parts(peer, extensions, threads, CallCounter(), FlowControlOptions(), world.call_soon)
+    caller = Caller(parts, world, Clock)  # type: ignore[arg-type]
+    watchers.append(caller)
+    answered, unanswered = (caller.send(PEER, Request(CALL, None), 0) for _ in range(2))
+    identifier = next(iter(caller.in_flight))
+    caller.receive(peer, agent_pb2.Envelope(id=identifier, type=RESULT), read_inline)
+    becomes(peer, BROKEN)
+    threads.tasks.reverse()  # the answer waits longest for a thread
+    threads.run()
+    assert answered.value() == identifier
+    assert isinstance(error_of(unanswered), WorkerLostError | WorkerSuspectError)
     loop.close()
