@@ -390,7 +390,9 @@ class GrpcAgent(RpcAgent):
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""
         if self._dynamic:
+            began = time.monotonic()
             self._quiescence.wait_here(timeout)
+            self._network.drain(max(MIN_WAIT_S, timeout - (time.monotonic() - began)) if timeout else 0.0)
         else:
             self._failures.on_shutdown(self, self._quiescence.wait_everywhere(timeout, self._failures.failed))
             self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)  # the others need its answers to leave too
@@ -430,7 +432,7 @@ class GrpcAgent(RpcAgent):
         self._network.leave()
         self._extensions.close()
         self._all_gather_service.close()
-        self._network.disconnect(end, drains=in_order)
+        self._network.disconnect(end)
         self.control.close()
         self._caller.stop_deadlines()
         self._server.close()

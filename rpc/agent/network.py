@@ -1,6 +1,7 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -176,23 +177,27 @@ class Network:
         if self._roster.dynamic and self.me.wire_id in self.peers.by_id:
             self._roster.try_to_leave(self.me.wire_id)
 
-    def disconnect(self, end: WorkerEnd, *, drains: bool) -> None:
-        """Sends what is queued, says to all peers how this worker ends, and stops serving.
+    def drain(self, seconds: float) -> None:
+        """Waits until all large payloads are on their way, or some do not move; `seconds` at most, 0 for ever."""
+        self._events.run(self._drain(seconds))
 
-        Large payloads that are queued are sent only if it `drains`.
-        """
+    async def _drain(self, seconds: float) -> None:
+        drains = asyncio.gather(*(each.drain(DRAIN_SECONDS) for each in self._used_channels()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(drains, seconds or None)
+
+    def disconnect(self, end: WorkerEnd) -> None:
+        """Sends what is queued, except large payloads, says to all how this worker ends, and stops serving."""
         self._follower.close()
         self.channels.stop()
-        self._events.run(self._disconnect(end, drains=drains))
+        self._events.run(self._disconnect(end))
 
     def release(self) -> None:
         """Releases the event loop, and the sockets. Called when the executor has ended."""
         self._streams.release()
         self._events.release()
 
-    async def _disconnect(self, end: WorkerEnd, *, drains: bool) -> None:
-        if drains:
-            await asyncio.gather(*(each.drain(DRAIN_SECONDS) for each in self._used_channels()))
+    async def _disconnect(self, end: WorkerEnd) -> None:
         self.peers.close()
         self._evictions.close()
         peers = self.peers.all()

@@ -439,8 +439,8 @@ class Caller(WorkerWatcher):
     def complete(self, source: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Completes the call that a message answers. It may have failed meanwhile."""
         identifier = envelope.id
-        self._arrived.discard(identifier)
         call = self.in_flight.pop(identifier, None)
+        self._arrived.discard(identifier)  # not before: its worker may be lost now
         if kept := self.kept:
             kept.pop(identifier, None)
         try:

@@ -50,6 +50,9 @@ __all__ = ["GrpcStream", "StreamPeer", "StreamState", "end_of_error", "serve_str
 BROKEN_SOCKET_GRACE_S = 0.1
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
 
+ARRIVAL_TIMEOUT_S = 5.0
+"""Seconds after its goodbye within which the payloads of a peer have to come: it had sent them before."""
+
 DUPLICATE_TIMEOUT_S = 5.0
 """Seconds to wait for the stream that a peer said it is opening, before opening one again."""
 
@@ -284,11 +287,15 @@ class GrpcStream:
 
     async def _wait_for_payloads(self, read: Read) -> None:
         """Waits for the payloads that a peer has sent before its goodbye; it keeps the stream open meanwhile."""
+        self._parts.heartbeats.remove(self)  # a peer that leaves sends none
         complete = self._loop.create_task(self._peer.wait_for_payloads())
         await asyncio.sleep(0)
-        if not complete.done():
-            gone = asyncio.ensure_future(read())
-            await asyncio.wait((complete, gone), return_when=asyncio.FIRST_COMPLETED)
+        if complete.done():
+            return
+        gone = asyncio.ensure_future(read())
+        try:
+            await asyncio.wait((complete, gone), timeout=ARRIVAL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             complete.cancel()
             gone.cancel()
             await asyncio.gather(complete, gone, return_exceptions=True)
