@@ -531,10 +531,13 @@ class Frame(google.protobuf.message.Message):
     BULK_OFFER_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes the stream; one that ends without it is dialled again"""
     heartbeat: builtins.bool
     """the sender is alive, and has nothing to say"""
+    drained: builtins.bool
+    """with a goodbye: all payloads that envelopes have announced are on their way"""
     @property
     def envelopes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Envelope]: ...
     @property
@@ -566,10 +569,11 @@ class Frame(google.protobuf.message.Message):
         bulk_offer: Global___BulkOffer | None = ...,
         devices: Global___DeviceFrame | None = ...,
         heartbeat: builtins.bool = ...,
+        drained: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "envelopes", b"envelopes", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "drained", b"drained", "envelopes", b"envelopes", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from ...c10d.stores.views import PrefixStore
-from ...errors import NotInitializedError, UnknownWorkerError, WorkerSuspectError
+from ...errors import AnswerFailedError, NotInitializedError, UnknownWorkerError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast import BroadcastDependencies
@@ -54,9 +54,6 @@ CLOSE_TIMEOUT_S = 5.0
 
 HASTY_CLOSE_TIMEOUT_S = 0.5
 """The same if it has not waited for its calls to end."""
-
-RECONNECTED = "the connection broke by which it sent a message"
-"""Why a message is dropped whose sender has connected again."""
 
 _ANSWERS = frozenset({RESULT, ERROR})
 
@@ -468,12 +465,16 @@ class _Dispatcher:
         return peer.received.pause
 
     def on_dropped(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
-        if envelope.id:  # a call fails with its worker
+        self._lose(peer, envelope, "its connection broke")
+
+    def _lose(self, peer: Peer, envelope: agent_pb2.Envelope, reason: str) -> None:
+        """Handles a message whose payloads do not come."""
+        if envelope.id:  # a call, which fails with its worker
             self._server.drop((peer.id, envelope.id))
-        else:
-            name, absence = peer.info.name, peer.absence
-            error = absence.cause(name) if absence is not None else WorkerSuspectError(name, RECONNECTED)
-            self._executor.submit(self._extensions.on_decode_error, peer.info, envelope, error)
+            return
+        name, absence = peer.info.name, peer.absence
+        error = absence.cause(name) if absence is not None else AnswerFailedError(name, reason)
+        self._executor.submit(self._extensions.on_decode_error, peer.info, envelope, error)
 
     def on_message(
         self, peer: Peer, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int, *, announced: bool
@@ -502,7 +503,7 @@ class _Dispatcher:
     def on_rejected(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         self._take_control(peer, envelope)
         if isinstance(error, PayloadLostError) and not envelope.id:
-            self.on_dropped(peer, envelope)
+            self._lose(peer, envelope, str(error))
             return None
         pause = peer.received.add(0)
         self._executor.submit(self._reject, peer, envelope, error)

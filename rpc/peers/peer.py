@@ -385,8 +385,13 @@ class Peer:
         """Returns the bytes for it, except in shared memory, that the operating system has not taken yet."""
         if self._is_closing or self.end is not None:
             return 0
+        return self.transport.queued_bytes + self.queued_payload_bytes
+
+    @property
+    def queued_payload_bytes(self) -> int:
+        """The bytes of payloads for it that are in this worker's own memory until they are sent."""
         channels = self.used_channels
-        return self.transport.queued_bytes + (channels.queued_bytes if channels is not None else 0)
+        return channels.queued_bytes if channels is not None else 0
 
     # Receiving.
 
@@ -415,8 +420,8 @@ class Peer:
         nbytes += payloads.nbytes
         if arrived is not None and not isinstance(arrived, concurrent.futures.Future):
             return messages.on_message(self, envelope, arrived, nbytes, announced=False)
-        self._incomplete[id(envelope)] = envelope
         pause = messages.on_announced(self, envelope)
+        self._incomplete[id(envelope)] = envelope
         if arrived is None:
             self._parts.links.loop.call_soon_threadsafe(self._collect, envelope, payloads, nbytes, breaks)
         else:
@@ -444,7 +449,7 @@ class Peer:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, ValueError):
             self._complete(envelope, messages.on_rejected, error)
-        elif done.cancelled() or error is not None:  # it is lost, which fails what waits for this message
+        elif done.cancelled() or error is not None:  # it is lost
             self._complete(envelope, messages.on_dropped)
         else:
             self._complete(envelope, messages.on_message, done.result(), nbytes, announced=True)

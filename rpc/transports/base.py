@@ -96,6 +96,10 @@ class TransportListener(Protocol):
     def is_on_this_host(self) -> bool:
         """Whether it is on this host, in this network namespace."""
 
+    @property
+    def queued_payload_bytes(self) -> int:
+        """The bytes of payloads for it that are in this worker's own memory until they are sent."""
+
     def new_segments(self) -> SegmentListener:
         """Returns what handles the frames about shared memory on a new unix socket. Called on the event loop."""
 

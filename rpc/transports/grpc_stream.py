@@ -178,7 +178,9 @@ class GrpcStream:
         """Sends the queue and a goodbye, waits for the peer's goodbye, and ends the stream."""
         if self._state is StreamState.IDLE and dial:
             self._start_or_wake()
-        self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
+        self.goodbye = agent_pb2.Frame(
+            goodbye=True, departure=end.to_proto(), drained=not self._peer.queued_payload_bytes
+        ).SerializeToString()
         # A peer that is suspect may never answer.
         is_awaited = self._state is StreamState.OPEN or (self._state is not StreamState.IDLE and not self._number)
         if is_awaited:
@@ -257,11 +259,11 @@ class GrpcStream:
         """Exchanges frames until either side says goodbye or the connection breaks."""
         self._runner = asyncio.current_task()
         reason = CLOSED
-        peer_end: WorkerEnd | None = None
+        goodbye: agent_pb2.Frame | None = None
         may_heal = True
         writer = self._loop.create_task(self._write_frames(write))
         try:
-            peer_end = await self._read_frames(read)
+            goodbye = await self._read_frames(read)
             if self.goodbye:
                 await writer
         except aio.AioRpcError as error:
@@ -277,13 +279,16 @@ class GrpcStream:
         finally:
             writer.cancel()
             try:
-                await self.outbox.read_out(has_left=peer_end is not None)
-                if peer_end is not None:
+                await self.outbox.read_out(has_left=goodbye is not None)
+                if goodbye is not None and goodbye.drained and not self.goodbye:
                     await self._wait_for_payloads(read)
             finally:  # gRPC may cancel this
-                end = SHUT_DOWN if self.goodbye else peer_end
-                broken = WorkerEnd(LossCause.DISCONNECTED, reason)
-                self._finish(end or broken, may_heal=may_heal and end is None)
+                if self.goodbye:
+                    self._finish(SHUT_DOWN)
+                elif goodbye is not None:
+                    self._finish(WorkerEnd.from_proto(goodbye.departure))
+                else:
+                    self._finish(WorkerEnd(LossCause.DISCONNECTED, reason), may_heal=may_heal)
 
     async def _wait_for_payloads(self, read: Read) -> None:
         """Waits for the payloads that a peer has sent before its goodbye; it keeps the stream open meanwhile."""
@@ -345,8 +350,8 @@ class GrpcStream:
             return False
         return self._parts.heartbeats.received.has_received(self._remote or address, seconds)
 
-    async def _read_frames(self, read: Read) -> WorkerEnd | None:
-        """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
+    async def _read_frames(self, read: Read) -> agent_pb2.Frame | None:
+        """Handles the peer's frames, to the end of the stream; returns the last one if that is a goodbye."""
         while (data := await read()) is not aio.EOF:
             self._on_opened()
             self._has_heard = self._is_busy = True
@@ -362,7 +367,7 @@ class GrpcStream:
                 await self.outbox.on_choice(frame.choice.kind)
             self._peer.on_frame(frame)
             if frame.goodbye:
-                return WorkerEnd.from_proto(frame.departure)
+                return frame
         return None
 
     def _on_socket_end(self, reason: str, malformed: Exception | None) -> None:

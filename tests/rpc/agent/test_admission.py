@@ -20,7 +20,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import Member, RosterVersion, WorkerInfo
 from gradwire.rpc.membership.roster import RosterLog
-from gradwire.rpc.transports import grpc_endpoint, sockets
+from gradwire.rpc.transports import grpc_endpoint, grpc_stream, sockets
 from gradwire.rpc.transports.grpc_endpoint import EXCHANGE_METHOD, PROTOCOL, TRANSFER_METHOD, GrpcEndpoint, aio
 from gradwire.rpc.transports.grpc_stream import StreamState
 
@@ -229,6 +229,27 @@ def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_pat
     check_calls(a, b)
     assert a.peers.by_id[1].transport.outbox.socket is connection
     assert not os.path.exists(tmp_path / "trace")
+
+
+def test_who_leaves_with_payloads_unsent_is_lost_at_once(agents, loop, monkeypatch):
+    """They were announced, but will not be sent: its goodbye does not say that they are on their way."""
+    monkeypatch.setattr(grpc_stream, "ARRIVAL_TIMEOUT_S", 600)
+    a, _ = agents(2, transports=("grpc",))
+    envelope = agent_pb2.Envelope(id=1, type=MessageType.CALL, has_payloads=True)
+    envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = 1, 1000
+
+    async def leave() -> None:
+        async with Stranger(a) as stranger:
+            call = await stranger.open()
+            await call.write(OPENING[EXCHANGE_METHOD])
+            await call.read()
+            await call.write(agent_pb2.Frame(envelopes=[envelope]).SerializeToString())
+            await wait_for(lambda: a.peers.by_id[1].channels.announced.count == 1)
+            await call.write(agent_pb2.Frame(goodbye=True).SerializeToString())
+            assert await call.read() is aio.EOF
+
+    loop.run(leave(), 30)
+    wait_until(lambda: a.end_of(1) is not None)
 
 
 def test_a_second_stream_for_payloads_is_not_used(agents, loop):
