@@ -98,12 +98,12 @@ def compare(case: Case, sets: Sequence[WorkerSet], rounds: int, seconds: float) 
 def row(comparison: Comparison, engine: str) -> str:
     """Returns a line of the table: an engine against its peer."""
     pair = ours, theirs = f"gradwire_{engine}", PEERS[engine]
-    times = "".join(f"{comparison.median(each) * 1e6:12.1f}{comparison.p99(each) * 1e6:12.1f}" for each in pair)
+    times = "".join(f" {comparison.median(each) * 1e6:11.1f} {comparison.p99(each) * 1e6:11.1f}" for each in pair)
     ratios = comparison.ratios(*pair)
     over = (comparison.median(ours) - comparison.median(theirs)) * 1e6
     return (
-        f"{engine:6}{comparison.workers:3}  {comparison.case:20}{times}{comparison.ratio(*pair):8.3f}  "
-        f"({min(ratios):.3f} to {max(ratios):.3f}){over:12.1f}"
+        f"{engine:6}{comparison.workers:3}  {comparison.case:20}{times} {comparison.ratio(*pair):7.3f}  "
+        f"({min(ratios):.3f} to {max(ratios):.3f}) {over:11.1f}"
     )
 
 
