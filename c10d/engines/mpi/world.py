@@ -54,6 +54,10 @@ YIELD_TIME_S = 0.001
 DATA_TEST_S, DATA_YIELD_TIME_S = 0.00002, 0.0003
 """A test that takes longer than the first has moved data; the thread does not sleep for the second after it."""
 
+IDLE_TIME_S, RETEST_TIME_S = 0.005, 0.0001
+"""When nothing has happened for the first, one such test tells nothing: after a longer sleep, each may take as long. A
+second one has to follow within the second."""
+
 MIN_PAUSE_S, MAX_PAUSE_S = 0.00005, 0.005
 
 SCAN_INTERVAL_S = 0.01
@@ -279,8 +283,11 @@ class _PollingPause:
     def pause(self, test_start: float) -> None:
         now = time.perf_counter()
         if now - test_start > DATA_TEST_S:
-            self._last_progress = now
-            self._yield_until = max(self._yield_until, now + DATA_YIELD_TIME_S)
+            if now < self._yield_until or now - self._last_progress < IDLE_TIME_S:
+                self._last_progress = now
+                self._yield_until = max(self._yield_until, now + DATA_YIELD_TIME_S)
+            else:
+                self._yield_until = now + RETEST_TIME_S
         if now < self._yield_until:
             os.sched_yield()
         else:
