@@ -55,8 +55,8 @@ DATA_TEST_S, DATA_YIELD_TIME_S = 0.00002, 0.0003
 """A test that takes longer than the first has moved data; the thread does not sleep for the second after it."""
 
 IDLE_TIME_S, RETEST_TIME_S = 0.005, 0.0001
-"""When nothing has happened for the first, one such test tells nothing: after a longer sleep, each may take as long. A
-second one has to follow within the second."""
+"""When nothing has happened for the first, one such test tells nothing, as each may take as long after a longer
+sleep: another one has to follow within the second."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.00005, 0.005
 
