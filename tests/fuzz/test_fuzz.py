@@ -21,7 +21,7 @@ CASES = [path for path in sorted(runner.CASES.glob("*/*")) if path.is_file()]
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_random_inputs(target):
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     @given(target.inputs)
     def check(data: bytes) -> None:
         run(target, data)

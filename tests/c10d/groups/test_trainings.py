@@ -11,7 +11,8 @@ from tests.c10d.groups import trainings
 from tests.workers import Worker, Workers
 
 ENGINES = ["shm", "mpi"]
-SIZES = [2, 4]
+GROUPS = [("shm", 4), ("mpi", 2)]
+"""Engines and numbers of ranks."""
 
 
 def join(folder: Path, backend: str, rank: int, size: int) -> None:
@@ -67,8 +68,7 @@ CLOSE = {"ddp_fp16": {"rtol": 1e-3, "atol": 1e-4}}
 
 
 @pytest.mark.parametrize("name", trainings.TRAININGS)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("engine", "size"), GROUPS)
 def test_trainings_have_the_same_results_as_on_gloo(groups, reference, name, engine, size):
     for ours, torchs in zip(everywhere(groups(engine, size), name), reference(name, size), strict=True):
         for tensor, wanted in zip(ours, torchs, strict=True):

@@ -17,7 +17,7 @@ from tests.c10d.stores.kinds import SHARED_STORES, call
 
 shared_stores = pytest.mark.parametrize("opened", SHARED_STORES, indirect=True)
 
-ROUNDS = int(os.environ.get("GRADWIRE_STORE_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("GRADWIRE_STORE_ROUNDS", "30"))
 """Rounds of five operations each on each worker; `make stores` runs more."""
 
 WORKERS = int(os.environ.get("GRADWIRE_STORE_WORKERS", "4"))
