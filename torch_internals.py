@@ -45,6 +45,7 @@ from torch.distributed.rendezvous import _create_store_from_options as create_st
 from torch.jit._builtins import _find_builtin as find_builtin
 from torch.jit._recursive import ScriptMethodStub, wrap_cpp_module
 from torch.jit._script import RecursiveScriptModule
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map_only
 
 from .errors import RpcError
@@ -96,6 +97,7 @@ __all__ = [
     "script_function_from_graph",
     "script_methods",
     "set_group_ranks",
+    "set_parent_death_signal",
     "set_profiler_node_id",
     "skip_in_dynamo",
     "storage_use_count",

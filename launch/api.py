@@ -19,7 +19,9 @@ makes and gives to its processes in memory; or, if the environment has credentia
 own functions do not use it: with them rank 0 hosts a store at MASTER_PORT, which lets everybody in.
 """
 
+import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from ..c10d.rendezvous.url import LaunchedProcess, find_launched_process
+from ..torch_internals import set_parent_death_signal
 from .hosting import hosted_spawn_store, worker_environment
 from .supervisor import Backoff, supervise
 
@@ -218,6 +221,11 @@ def _run_worker(
     fn: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
+    # torch has it be SIGINT, which commands that a shell starts in the background ignore, and their children too.
+    set_parent_death_signal(signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():  # it has died before that
+        signal.raise_signal(signal.SIGKILL)
     rank = ranks[index]
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # if torchrun has started the launcher

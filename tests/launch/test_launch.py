@@ -19,6 +19,7 @@ from gradwire.errors import CredentialsError, StoreError, WorkerLostError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tests.certificates import OTHER_TOKEN, TOKEN, make_authority, write
+from tests.interpreters import have_ended
 from tests.remote_functions import wait_until
 
 
@@ -266,6 +267,27 @@ except KeyboardInterrupt:
         launcher.wait(60)
         output.seek(0)
         assert output.read() == "left: []\n"
+
+
+def test_the_processes_die_with_a_launcher_in_the_background(python, tmp_path):
+    """A shell has what it starts in the background ignore Ctrl-C."""
+    program = f"""
+import signal
+from pathlib import Path
+from gradwire import launch
+from tests.launch.test_launch import wait_forever
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+launch.spawn(wait_forever, 2, (Path({str(tmp_path)!r}),), start_method="fork")
+"""
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        python.start("-c", program, stdout=output, stderr=output) as launcher,
+    ):
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        processes = [psutil.Process(int(path.name.partition("-")[2])) for path in tmp_path.iterdir()]
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait(60)
+    wait_until(lambda: have_ended(processes))
 
 
 @pytest.mark.parametrize("nprocs", [0, -1, True, 2.0, None])
