@@ -221,7 +221,7 @@ def _run_worker(
     fn: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    # torch has it be SIGINT, which commands that a shell starts in the background ignore, and their children too.
+    # torch chooses SIGINT, which a program ignores, with its children, that a shell runs in the background.
     set_parent_death_signal(signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():  # it has died before that

@@ -55,8 +55,8 @@ DATA_TEST_S, DATA_YIELD_TIME_S = 0.00002, 0.0003
 """A test that takes longer than the first has moved data; the thread does not sleep for the second after it."""
 
 IDLE_TIME_S, RETEST_TIME_S = 0.005, 0.0001
-"""When nothing has happened for the first, one such test tells nothing, as each may take as long after a longer
-sleep: another one has to follow within the second."""
+"""After the first without progress, a long test is no sign of data: on a slow machine, every test after a sleep is
+long. A second long test, within the second time, is one."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.00005, 0.005
 
