@@ -505,8 +505,12 @@ class _Dispatcher:
         if isinstance(error, PayloadLostError) and not envelope.id:
             self._lose(peer, envelope, str(error))
             return None
+        if envelope.type in _ANSWERS:
+            then = self._caller.note_rejected(peer, envelope, error)
+        else:
+            then = partial(self._server.reject, peer, envelope, error)
         pause = peer.received.add(0)
-        self._executor.submit(self._reject, peer, envelope, error)
+        self._executor.submit(self._reject, peer, envelope, error, then)
         return pause
 
     def _take_control(self, peer: Peer, envelope: agent_pb2.Envelope) -> None:
@@ -514,11 +518,10 @@ class _Dispatcher:
         if envelope.HasField("control") and self._control.receive(peer.control, envelope):
             self._control.process_later(peer.control)
 
-    def _reject(self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def _reject(
+        self, peer: Peer, envelope: agent_pb2.Envelope, error: Exception, then: Callable[[], None]
+    ) -> None:
         """Runs on a thread of the executor."""
         peer.received.begin()
         self._extensions.on_decode_error(peer.info, envelope, error)
-        if envelope.type in _ANSWERS:
-            self._caller.on_rejected(peer, envelope, error)
-        else:
-            self._server.reject(peer, envelope, error)
+        then()

@@ -417,10 +417,7 @@ class Caller(WorkerWatcher):
         """
         identifier, is_result = envelope.id, envelope.type == RESULT and not envelope.HasField("profile")
         call = self.in_flight.get(identifier)
-        if call is None:
-            is_awaited = identifier in source.window.calls or self._take_orphan(source, identifier)
-        else:
-            is_awaited = call.peer is source
+        is_awaited = self._awaits(source, identifier) if call is None else call.peer is source
         if not is_awaited or identifier in self._arrived:
             log.info("worker %s answers a request that it has not got, or has answered; dropped", source.info.name)
             return
@@ -479,18 +476,30 @@ class Caller(WorkerWatcher):
         else:
             call.succeed(None)
 
-    def on_rejected(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Fails the call whose answer cannot be read."""
-        self._codec.values.record_refusal(source.info, error)
-        call, identifier = self.in_flight.get(envelope.id), envelope.id
-        if call.peer is not source if call is not None else identifier not in source.window.calls:
+    def note_rejected(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> Callable[[], None]:
+        """Notes an answer that cannot be read; returns what fails its call. Called on any thread."""
+        identifier = envelope.id
+        call = self.in_flight.get(identifier)
+        is_awaited = self._awaits(source, identifier) if call is None else call.peer is source
+        if not is_awaited or identifier in self._arrived:
             log.info("worker %s answers a request that it has not got, or has answered; dropped", source.info.name)
-            return
-        self._release(source, identifier)
+            return partial(self._codec.values.record_refusal, source.info, error)
+        self._arrived.add(identifier)
+        return partial(self._fail_rejected, source, envelope, error)
+
+    def _fail_rejected(self, source: Peer, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        self._codec.values.record_refusal(source.info, error)
+        call = self.in_flight.pop(envelope.id, None)
+        self._arrived.discard(envelope.id)
+        self._release(source, envelope.id)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.info.name, str(error))
         if call is not None:
-            self._take_and_fail(call, error, _outcome_of(envelope))
+            self._fail(call, error, _outcome_of(envelope))
+
+    def _awaits(self, source: Peer, identifier: int) -> bool:
+        """Returns whether a worker answers a request that has failed meanwhile, and has not been answered."""
+        return identifier in source.window.calls or self._take_orphan(source, identifier)
 
     def _release(self, peer: Peer, identifier: int) -> None:
         """Counts a request to a worker as answered, or as one that never will be."""

@@ -25,9 +25,9 @@ def test_a_malformed_answer_of_another_worker_releases_nothing(agents):
     kept[7] = "a lease"
     agent._flow_control.admit(agent.peers.of(asked.info).window, 7, 0)
     answer = agent_pb2.Envelope(id=7, type=RESULT)
-    agent._caller.on_rejected(agent.peers.of(other.info), answer, ValueError("malformed"))
+    agent._caller.note_rejected(agent.peers.of(other.info), answer, ValueError("malformed"))()
     assert kept == {7: "a lease"}
-    agent._caller.on_rejected(agent.peers.of(asked.info), answer, ValueError("malformed"))
+    agent._caller.note_rejected(agent.peers.of(asked.info), answer, ValueError("malformed"))()
     assert not kept
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gradwire.errors import (
+    AnswerFailedError,
     LossCause,
     Outcome,
     RpcCancelledError,
@@ -18,6 +19,7 @@ from gradwire.errors import (
     WorkerSuspectError,
 )
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.extension import Extension
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT, Handler, Incoming, MessageType, Outgoing, Request
@@ -245,6 +247,15 @@ class Calls(RuleBasedStateMachine):
             self.caller.receive(self.peer, envelope, read_inline)  # which is dropped
 
     @rule(data=st.data())
+    def answer_unreadably(self, data: st.DataObject) -> None:
+        if self.world.sent and self.peer.absence is None:
+            identifier = data.draw(st.sampled_from(self.world.sent))
+            self.world.sent.remove(identifier)
+            envelope = agent_pb2.Envelope(id=identifier, type=RESULT)
+            for _ in range(2):
+                self.threads.submit(self.caller.note_rejected(self.peer, envelope, ValueError("malformed")))
+
+    @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         if self.futures:
             future = data.draw(st.sampled_from(self.futures))
@@ -377,7 +388,11 @@ def test_an_answer_to_a_call_that_has_not_been_sent_ends_its_wait(is_confirmed):
     loop.close()
 
 
-@pytest.mark.parametrize("becomes", [lose, partial(suspect, waits=False), partial(suspect, waits=True)])
+BECOMES = [lose, partial(suspect, waits=False), partial(suspect, waits=True)]
+"""What may happen to a worker that has answered."""
+
+
+@pytest.mark.parametrize("becomes", BECOMES)
 def test_a_call_whose_answer_has_come_does_not_fail_with_its_worker(becomes):
     loop, threads, peer, caller = calls_one_at_a_time()
     future = caller.send(PEER, Request(CALL, None), 0)
@@ -386,4 +401,19 @@ def test_a_call_whose_answer_has_come_does_not_fail_with_its_worker(becomes):
     threads.tasks.reverse()  # the answer waits longest for a thread
     threads.run()
     assert future.value() == 1
+    loop.close()
+
+
+@pytest.mark.parametrize("becomes", BECOMES)
+def test_a_call_whose_answer_cannot_be_read_has_run_whatever_becomes_of_its_worker(becomes):
+    loop, threads, peer, caller = calls_one_at_a_time()
+    future = caller.send(PEER, Request(CALL, None), 0)
+    error = PayloadLostError("half of it has not come")
+    threads.submit(caller.note_rejected(peer, agent_pb2.Envelope(id=1, type=RESULT), error))
+    becomes(peer, BROKEN)
+    threads.tasks.reverse()
+    threads.run()
+    with pytest.raises(AnswerFailedError) as raised:
+        future.value()
+    assert raised.value.outcome is Outcome.RAN
     loop.close()
