@@ -112,6 +112,9 @@ def _of_calls(states: Json, side: str, key: str, label: str, active: str) -> Ite
     gauge = GaugeMetricFamily(
         f"gradwire_calls_{active}", f"Calls that are {active.replace('_', ' ')}.", labels=labels
     )
+    oldest = GaugeMetricFamily(
+        "gradwire_calls_oldest_seconds", "For how long the oldest call in flight has lasted.", labels=labels
+    )
     failed = CounterMetricFamily(f"gradwire_calls_{side}_failed", "Calls that have failed.", labels=labels)
     found = [(name, each) for name, state in states.items() for each in state["calls"][side]]
     found.sort(key=lambda pair: -pair[1]["count"])
@@ -119,8 +122,10 @@ def _of_calls(states: Json, side: str, key: str, label: str, active: str) -> Ite
         values = [worker, each[key], each["function"]]
         durations.add_metric(values, _buckets(each), each["duration"]["total_s"])
         gauge.add_metric(values, each[active])
+        if side == "sent":
+            oldest.add_metric(values, each["oldest_s"] or 0.0)
         failed.add_metric(values, each["failed"] if "failed" in each else sum(each["failures"].values()))
-    yield from (durations, gauge, failed)
+    yield from (durations, gauge, failed, *([oldest] if side == "sent" else []))
 
 
 def _buckets(calls: Json) -> list[tuple[str, float]]:

@@ -385,7 +385,9 @@ _STATE = {
         "by_worker": _ByName(_LINK_TRAFFIC),
     },
     "calls": {
-        "sent": [{**_CALL, "worker": _text, "in_flight": _count, "failures": _COUNTS}],
+        "sent": [
+            {**_CALL, "worker": _text, "in_flight": _count, "oldest_s": _OrNone(_number), "failures": _COUNTS}
+        ],
         "served": [{**_CALL, "caller": _text, **_names(_count, "running", "failed")}],
         "unanswered": _COUNTS,
     },

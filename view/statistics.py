@@ -4,7 +4,7 @@ import concurrent.futures
 import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -171,16 +171,15 @@ class _Series:
 class _Sent(_Series):
     """The calls of this worker of one function on one worker."""
 
-    __slots__ = ("failures", "in_flight")
+    __slots__ = ("failures",)
 
     def __init__(self, function: str, peer: str) -> None:
         super().__init__(function, peer)
-        self.in_flight = 0
         self.failures: Counter[Outcome] = Counter()
 
     def as_json(self) -> dict[str, Any]:
         failures = {outcome.name.lower(): self.failures[outcome] for outcome in Outcome}
-        return {**super().as_json(), "worker": self.peer, "in_flight": self.in_flight, "failures": failures}
+        return {**super().as_json(), "worker": self.peer, "failures": failures}
 
 
 @final
@@ -379,10 +378,14 @@ class CallStatistics(Extension):
     def sent(self) -> list[dict[str, Any]]:
         """Returns the calls of this worker by function and worker, as JSON values."""
         with self._lock:
-            in_flight = Counter(id(series) for series, _ in list(self._in_flight.values()))
-            for each in self._sent.values():
-                each.in_flight = in_flight[id(each)]
-            return [self._sent[names].as_json() for names in sorted(self._sent)]
+            now = perf_counter_ns()
+            ages = defaultdict[int, list[float]](list)
+            for series, began in list(self._in_flight.values()):
+                ages[id(series)].append((now - began) / 1e9)
+            return [
+                {**each.as_json(), "in_flight": len(ages[id(each)]), "oldest_s": max(ages[id(each)], default=None)}
+                for _, each in sorted(self._sent.items())
+            ]
 
     def served(self) -> list[dict[str, Any]]:
         """Returns the calls that have run, or run, on this worker by function and caller, as JSON values."""

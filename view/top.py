@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..net.peer_text import printable
 from .access import PageClient
-from .waits import WAITS_FOR_THE_END
+from .waits import STUCK_AFTER_S, WAITS_FOR_THE_END
 
 __all__ = ["Choice", "render", "show"]
 
@@ -36,10 +36,11 @@ MAX_LINKS = 2
 
 _ORDERS: Mapping[str, Callable[[_Json], float]] = {
     "ended": lambda call: call["count"],
+    "oldest": lambda call: call["oldest_s"] or 0.0,
     "p99": lambda call: call["duration"]["p99_s"] or 0.0,
     "failed": lambda call: sum(call["failures"].values()),
 }
-"""By what calls may be ordered, the largest first."""
+"""By what calls may be ordered, the largest first. Those in flight for STUCK_AFTER_S come before others."""
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -117,8 +118,8 @@ def _sections_of(overview: _Json, order: str) -> Iterator[_Section]:
     yield _Section("workers", ("worker", "state"), usage, [*_workers(overview)])
     errors = ("last error", "function", "caller", "callee")
     yield _Section("failures", errors, ("times", "ago"), _failures(overview))
-    durations = ("ended", "in flight", "failed", "p50", "p99")
-    yield _Section("calls", ("caller", "callee", "function"), durations, _calls(states, order))
+    figures = ("ended", "in flight", "oldest", "failed", "p50", "p99")
+    yield _Section("calls", ("caller", "callee", "function"), figures, _calls(states, order))
     yield _Section(
         "links", ("from", "to", "link"), ("messages", "bytes", "in flight"), [*islice(_links(states), MAX_ROWS)]
     )
@@ -191,12 +192,13 @@ def _failures(overview: _Json) -> list[Row]:
 
 def _calls(states: Sequence[tuple[str, _Json]], order: str) -> list[Row]:
     found = [(name, call) for name, state in states for call in state["calls"]["sent"]]
-    found.sort(key=lambda pair: -_ORDERS[order](pair[1]))
+    found.sort(key=lambda pair: ((pair[1]["oldest_s"] or 0.0) < STUCK_AFTER_S, -_ORDERS[order](pair[1])))
     return [
         (
             *(Text(printable(each)) for each in (caller, call["worker"], call["function"])),
             str(call["count"]),
             str(call["in_flight"]),
+            "" if call["oldest_s"] is None else _age(call["oldest_s"]),
             str(sum(call["failures"].values())),
             _duration(call["duration"]["p50_s"]),
             _duration(call["duration"]["p99_s"]),

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from gradwire import rpc
 from gradwire.cli.group import gradwire
 
-from tests.remote_functions import add, set_event, wait_until
+from tests.remote_functions import add, set_event, wait_for, wait_until
 from tests.stopped import has_stopped
 from tests.view import programs
 from tests.view.browser import LONGER, browser_or_skip, pictures
@@ -143,6 +143,26 @@ def test_a_worker_that_is_late_is_named_with_its_line(workers, browser, tmp_path
         for each in entered, late:
             each.result()
         view.page.locator(".wait").wait_for(state="detached")
+
+
+@LONGER
+def test_a_function_that_does_not_return_comes_first(workers, browser):
+    a, b = workers.rpc(2, view=VIEW)
+    a.run(lambda: [rpc.rpc_sync("worker1", add, (1, 2)) for _ in range(3)] and None)
+    url = a.run(programs.url)
+    waiting = a.start(rpc.rpc_sync, "worker1", wait_for, ("go on",))
+    with browser.open(url) as view:
+        view.wait_for("wait_for", "#calls")
+        first, second = view.rows("calls")
+        assert first["function"].endswith(".add")
+        assert (second["ended"], second["in flight"]) == ("0", "1")
+        view.page.locator("#calls tbody tr:first-child").filter(has_text="wait_for").wait_for()
+        seconds, unit = view.rows("calls")[0]["the oldest for"].split()
+        assert unit == "s"
+        assert float(seconds) >= 10
+        b.run(set_event, "go on")
+        waiting.result()
+        view.page.locator("#calls tbody tr:first-child").filter(has_text="add").wait_for()
 
 
 @LONGER

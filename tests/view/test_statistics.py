@@ -87,7 +87,9 @@ def test_calls_are_in_flight_and_running_until_they_end(workers):
     here, there = caller.run(lambda: rpc.rpc_sync("worker1", call_back))
     assert (here[CALL_BACK]["running"], here[CALL_BACK]["count"]) == (1, 0)
     assert (there[CALL_BACK]["in_flight"], there[CALL_BACK]["count"]) == (1, 0)
-    assert caller.run(sent)[CALL_BACK]["in_flight"] == 0
+    assert there[CALL_BACK]["oldest_s"] > 0
+    found = caller.run(sent)[CALL_BACK]
+    assert (found["in_flight"], found["oldest_s"]) == (0, None)
 
 
 def test_names_are_bounded(workers):

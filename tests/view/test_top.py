@@ -26,11 +26,12 @@ from gradwire.cli.group import gradwire
 from gradwire.net.addresses import address_for_others, is_local
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.access import LinkFile
+from gradwire.view.overview import overview_of
 from gradwire.view.page import Page
 from gradwire.view.top import Choice, render
 from rich.console import Console
 
-from tests.remote_functions import add, wait_until
+from tests.remote_functions import add, set_event, wait_for, wait_until
 
 FUNCTIONS = (
     *(math.ceil, math.cos, math.cosh, math.erf, math.exp, math.fabs, math.floor, math.gamma, math.log, math.sin),
@@ -54,6 +55,13 @@ def link():
 def top(*arguments, **environment):
     environment = {"COLUMNS": "200", "GRADWIRE_TOKEN": "", **environment}
     return CliRunner().invoke(gradwire, ["top", "--once", *arguments], env=environment)
+
+
+def rendered(overview):
+    """Returns the state of a job as the command prints it."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(overview))
+    return console.export_text()
 
 
 def test_the_state_is_shown(workers):
@@ -164,6 +172,25 @@ def test_a_lost_worker_hides_nothing_of_the_others(workers):
     assert re.search(r"worker1 +lost: its process has ended", shown)
     assert re.search(r"worker +state +up +CPU +memory", shown)
     assert re.search(r"worker0 +answers +\d+ s +\d+ % +[\d.]+ MiB", shown)
+
+
+def test_calls_that_have_long_been_in_flight_come_first(workers):
+    a, _ = workers.rpc(2, view=rpc.View())
+    overview = a.run(state_with_a_call_in_flight)
+    assert re.search(r"\.add +3 +0 +0 .*\.wait_for +0 +1 +\d+ s +0 *\n", rendered(overview), re.DOTALL)
+    (call,) = [each for each in overview["workers"][0]["state"]["calls"]["sent"] if each["in_flight"]]
+    call["oldest_s"] += 300.0
+    assert re.search(r"\.wait_for +0 +1 +5 min +0 *\n.*\.add +3 +0 +0 ", rendered(overview), re.DOTALL)
+
+
+def state_with_a_call_in_flight():
+    waiting = rpc.rpc_async("worker1", wait_for, ("go on",))
+    for _ in range(3):
+        rpc.rpc_sync("worker1", add, (1, 2))
+    found = overview_of(current_agent())
+    rpc.rpc_sync("worker1", set_event, ("go on",))
+    waiting.wait()
+    return found
 
 
 def test_in_a_terminal_the_reason_of_a_loss_is_cut_before_figures_are(workers, python):
