@@ -140,7 +140,7 @@ def overview_of(agent: RpcAgent, timeout: float = 2.0) -> dict[str, Any]:
         "asked_by": agent.info.name,
         "workers": workers,
         "timeline": merged_timeline(workers, began),
-        "waits": viewing.waits.of(workers, time.time()),
+        "waits": viewing.waits.of(workers, began),
     }
 
 
@@ -195,7 +195,10 @@ def _read(answer: Any, kind: type) -> tuple[Any, str | None]:
         text = answer.wait()
         if not isinstance(text, str) or len(text) > MAX_ANSWER_CHARACTERS:
             return None, "its answer is malformed, or too long"
+        text.encode()  # half of a surrogate pair is no text that can be sent on
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except (RuntimeError, ValueError, RecursionError) as error:
         return None, printable(f"{type(error).__name__}: {error}", 500)
     return (value, None) if isinstance(value, kind) else (None, "its answer is malformed")

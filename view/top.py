@@ -128,24 +128,21 @@ def _sections_of(overview: _Json, order: str) -> Iterator[_Section]:
 
 
 def _workers(overview: _Json) -> Iterator[Row]:
-    """Yields a line for each worker. One that is lost has a line of its own."""
-    lost = {}
+    """Yields a line for each worker: first those that are lost or do not answer, as not all may be shown."""
+    states = {each["name"]: each["state"] for each in overview["workers"] if each["state"] is not None}
+    lost = {who: why for state in states.values() for who, why in state["lost"].items() if who not in states}
+    for who, reason in lost.items():
+        yield Text(printable(who)), Text(f"lost: {printable(reason)}", style="red")
     for worker in overview["workers"]:
-        if worker["state"] is not None:
-            lost.update(worker["state"]["lost"])
-    for worker in overview["workers"]:
-        name, state = Text(printable(worker["name"])), worker["state"]
-        if state is None:
-            if worker["name"] not in lost:
-                yield name, Text(printable(worker["error"]), style="red")
-            continue
-        lost.pop(worker["name"], None)  # it is there again
+        if worker["state"] is None and worker["name"] not in lost:
+            yield Text(printable(worker["name"])), Text(printable(worker["error"]), style="red")
+    for worker, state in states.items():
         executor, traffic, process = state["queues"]["executor"], state["traffic"], state["process"]
         bad = [(peer, link["state"]) for peer, link in state["links"].items() if _is_bad(link)]
         links = [f"{printable(peer)} {how}" for peer, how in bad[:MAX_LINKS]]
         links += [f"{len(bad) - MAX_LINKS} more"] * (len(bad) > MAX_LINKS)
         yield (
-            name,
+            Text(printable(worker)),
             Text(", ".join(links) or "answers", style="yellow" if bad else ""),
             _age(overview["time"] - process["started"]),
             f"{process['cpu_percent']:.0f} %",
@@ -157,8 +154,6 @@ def _workers(overview: _Json) -> Iterator[Row]:
             _bytes(traffic["bytes_received"]),
             str(state["references"]["values"]),
         )
-    for who, reason in lost.items():
-        yield Text(printable(who)), Text(f"lost: {printable(reason)}", style="red")
 
 
 def _is_bad(link: _Json) -> bool:

@@ -106,7 +106,7 @@ class View:
         """Returns the rows of a table, by the names of its columns."""
         names = self.page.locator(f"#{table} th").all_inner_texts()
         lines = [line.locator("td").all_inner_texts() for line in self.page.locator(f"#{table} tbody tr").all()]
-        return [dict(zip(names, line, strict=True)) for line in lines]
+        return [dict(zip(names, line, strict=False)) for line in lines]  # a text may take the rest of a row
 
     def wait_for(self, pattern: str, selector: str = "body") -> str:
         """Waits until a text matches a regular expression; returns the text."""

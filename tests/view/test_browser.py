@@ -146,6 +146,20 @@ def test_a_worker_that_is_late_is_named_with_its_line(workers, browser, tmp_path
 
 
 @LONGER
+def test_a_page_whose_worker_has_ended_says_so(workers, browser):
+    a, b = workers.rpc(2, view=VIEW)
+    with browser.open(a.run(programs.url), expected="ERR_") as view:
+        view.wait_for("2 workers, asked by worker0")
+        assert view.page.locator("body.stale").count() == 0
+        a.kill()
+        view.wait_for("no answer since [0-9:]+", "#status")
+        view.page.locator("body.stale").wait_for()
+        assert view.page.title().startswith("no answer: ")
+    with browser.open(b.run(programs.url)) as view:
+        view.wait_for("1 lost", "#alarm")
+
+
+@LONGER
 def test_a_function_that_does_not_return_comes_first(workers, browser):
     a, b = workers.rpc(2, view=VIEW)
     a.run(lambda: [rpc.rpc_sync("worker1", add, (1, 2)) for _ in range(3)] and None)
@@ -189,7 +203,7 @@ def test_a_stopped_worker_is_named_with_the_collective_that_waits_for_it(workers
             assert re.search(r"all_reduce of group \S+ for [0-9.]+ s: waits for worker2\n", text)
             assert f"called at {where}" in text
             assert "worker2 does not answer" in text
-            assert view.rows("workers")[2]["state"].startswith("no answer: RpcTimeoutError")
+            assert view.rows("workers")[0]["state"].startswith("no answer: RpcTimeoutError")
             view.picture(pictures(tmp_path) / "view-stopped.png", "#workers")
         finally:
             os.kill(c.pid, signal.SIGCONT)
@@ -213,7 +227,7 @@ def test_lost_and_returned_workers_are_shown(workers, browser):
             view.wait_for(r"worker1\s*suspect", "#events")
         view.wait_for(r"worker1\s*back", "#events")
         c.kill()
-        view.wait_for("worker2.*lost for ", "#workers tr")
+        view.wait_for("worker2.*lost, as ", "#workers tr")
         minute = view.page.evaluate("fetch('/api/job', {headers}).then(answer => answer.json())")["timeline"]
         assert sum(minute["lost"]) == 1
         # On a busy machine, workers that were not stopped may have been silent for so long, too.
@@ -248,7 +262,7 @@ def test_nothing_is_red_while_all_is_well(workers, browser, tmp_path):
                 view.wait_for("RRef.step", "#calls")
                 alarms = view.page.locator(".bad:visible, .warn:visible, .stuck:visible, rect.lost:visible")
                 assert alarms.count() == 0
-                assert view.page.title() == "gradwire: job"
+                assert re.fullmatch(r"gradwire [0-9.:]+", view.page.title())
                 assert view.overflow() == 0
                 view.picture(tmp_path / f"well-{scheme}-{width}.png")
     for each in trainers:
@@ -279,13 +293,14 @@ def test_what_is_wrong_is_shown_with_its_reason(workers, browser, tmp_path):
                 assert failure["function"].endswith("fail_to_load")
                 assert failure["last error"] == "FileNotFoundError: there is no shard 2"
                 (lost,) = [row for row in view.rows("workers") if row["name"] == "worker3"]
-                assert lost["state"].startswith("lost for ")
+                assert lost["state"].startswith("lost, as ")
                 others = [row for row in view.rows("workers") if row["name"] != "worker3"]
                 assert [row["state"] for row in others] == ["answers"] * 3
                 assert [row["failed"] for row in others] == ["", "3", ""]
                 assert all(row["memory"].endswith("MiB") and row["CPU"].endswith(" %") for row in others)
                 view.wait_for("worker3", "#log")
-                assert view.page.title() == "stuck: gradwire: job"
+                assert re.fullmatch(r"stuck, 1 lost: gradwire [0-9.:]+", view.page.title())
+                assert view.page.locator("#alarm").inner_text() == "1 lost"
                 assert view.overflow() == 0
                 view.picture(tmp_path / f"wrong-{scheme}-{width}.png")
     a.run(lambda: rpc.rpc_sync("worker2", set_event, ("go on",)))

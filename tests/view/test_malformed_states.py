@@ -113,6 +113,20 @@ def test_a_timeline_of_any_numbers_can_be_merged(state):
             json.dumps(found, allow_nan=False)
 
 
+def test_half_a_character_in_a_state_harms_no_other(workers):
+    a, b = workers.rpc(2, view=rpc.View())
+
+    def answer_wrongly():
+        snapshot = overview.snapshot
+        overview.snapshot = lambda *args: {**snapshot(*args), "audit": {"\ud800": {}}}
+
+    b.run(answer_wrongly)
+    found = a.run(lambda: overview_of(current_agent(), 20.0))
+    assert [each["state"] is None for each in found["workers"]] == [False, True]
+    assert "surrogates not allowed" in found["workers"][1]["error"]
+    json.dumps(found, ensure_ascii=False).encode()
+
+
 def test_a_malformed_state_is_left_out_alone(workers):
     a, b, c = workers.rpc(3, view=rpc.View())
     waiting = c.start(rpc.barrier, ["worker2", "worker0"])

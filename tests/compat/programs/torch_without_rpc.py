@@ -60,6 +60,7 @@ def remove_modules() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "c++":
         sys.meta_path.insert(0, WithoutExtensions())
+        import torch._dynamo  # noqa: F401 # once, for all processes that are forked from this one
     else:
         remove_modules()
     del sys.argv[:2]
