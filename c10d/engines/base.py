@@ -29,13 +29,12 @@ from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import ClassVar, Protocol, TypeAlias, final
 
 from torch import Tensor
-from torch.distributed import DistStoreError
 
 from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ..stores.views import wait_for_keys
 from ..torch_types import TorchStore
 from .reductions import Reduction
 
@@ -53,6 +52,9 @@ __all__ = [
     "chunks",
     "peek",
 ]
+
+LOOK_S = 1.0
+"""Seconds after which a rank that waits for others looks whether one of them has died or left."""
 
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 """The reason of a RankLostError if the group knows that the rank has not just left."""
@@ -144,6 +146,7 @@ class Setup:
 
         Raises:
             CollectiveTimeoutError: some ranks did not do so within the timeout; it names them.
+            RankLostError: a rank has died, or could not create its engine.
         """
         self.store.set(f"{key}/{self.rank}", text)
         keys = [f"{key}/{rank}" for rank in range(self.size)]
@@ -151,15 +154,14 @@ class Setup:
         return [self.store.get(each).decode() for each in keys]
 
     def wait_for_keys(self, keys: Sequence[str]) -> None:
-        """Waits until the store has all keys, of which rank i sets the i-th; see `exchange` for the error."""
-        try:
-            self.store.wait(list(keys), timedelta(seconds=self.timeout))
-        except DistStoreError:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if not missing:
-                raise
-            ranks = ", ".join(str(self.global_ranks[rank]) for rank in missing)
-            raise CollectiveTimeoutError("creating the group", self.timeout, f"rank {ranks}") from None
+        """Waits until the store has all keys, of which rank i sets the i-th; see `exchange` for the errors."""
+        deadline = time.monotonic() + self.timeout
+        while not wait_for_keys(self.store, keys, min(left := max(deadline - time.monotonic(), 0.0), LOOK_S)):
+            if (cause := self.wait_for_cause(0.0)) is not None:
+                raise cause.with_traceback(None)
+            if left <= LOOK_S and (missing := [i for i, key in enumerate(keys) if not self.store.check([key])]):
+                ranks = ", ".join(str(self.global_ranks[rank]) for rank in missing)
+                raise CollectiveTimeoutError("creating the group", self.timeout, f"rank {ranks}")
 
 
 class Engine(ABC):

@@ -66,6 +66,7 @@ class GlooEngine(AgreeingEngine):
         self._store = PrefixStore("gloo", setup.store)  # C++ keeps its C++ part alive, but not its Python object
         self._failed = threading.Event()
         self._any_source_receives: weakref.WeakSet[_GlooMessage] = weakref.WeakSet()
+        setup.exchange("arrived", "")  # Gloo does not notice that a rank does not come
         try:
             self._gloo: Any = _connect(self._store, setup)
         except RuntimeError as error:

@@ -141,7 +141,9 @@ class GroupFactory:
                     core.start_failure_detector(connect_s)
                 if global_ranks and "cpu" in backend_devices(self.name):
                     core.add_engine("cpu", self.factory(_engine_setup("cpu", core, connect_s)), self.name)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    core.fail(error)  # tells the other ranks, which may wait for this one
                 core.shutdown()
                 raise
             return core

@@ -149,6 +149,8 @@ class FailureDetector:
         self._on_left = on_left
         self._gone: set[int] = set()
         self._failed: set[int] = set()
+        self._told: list[Message] = []
+        """What rank 0 has told the ranks that were connected then, for those that connect later."""
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -277,6 +279,7 @@ class FailureDetector:
             self._writers[rank] = writer
             _enable_keepalive(writer)
             writer.write(b"welcome\n")
+            writer.writelines(each.to_line() for each in self._told)
             if not self._missing():
                 all_connected.set()
             self._start_task(self._read_from(rank, reader))
@@ -366,6 +369,7 @@ class FailureDetector:
             return
         known.add(rank)
         if self._rank == 0:
+            self._told.append(message)
             self._tell_others(message)
         callback, reason = self._on_left, f"it {message.reason}"
         if message.keyword == "lost":

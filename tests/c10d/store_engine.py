@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine, Setup
-from gradwire.c10d.engines.reductions import Reduction, combine, finish, prepare
-from gradwire.errors import CollectiveTimeoutError
+from gradwire.c10d.engines.reductions import Reduction, combine_all, prepared
+from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
 from torch import Tensor
 
 
@@ -16,6 +16,8 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def copy_bytes(data: bytes, tensor: Tensor) -> None:
+    if len(data) != tensor.nbytes:
+        raise ProcessGroupError(f"a rank has sent {len(data)} bytes for a tensor of {tensor.nbytes}")
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -25,53 +27,52 @@ class StoreEngine(Engine):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.store = setup.store
+        self.store, self.global_ranks = setup.store, setup.global_ranks
         self.round = 0
         self.message_counts: dict[tuple[int, int, int], int] = {}
-        self.error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        self.error = self.error or error  # which operations in flight raise as well
 
     def wait(self, keys: list[str], timeout: float) -> None:
         """Waits until all keys are set, or the group has failed."""
         deadline = time.monotonic() + timeout
-        while self.error is None and not self.store.check(keys):
+        while self.failure is None and not self.store.check(keys):
             if time.monotonic() > deadline:
                 missing = [key for key in keys if not self.store.check([key])]
                 raise CollectiveTimeoutError("an operation", timeout, f"what other ranks set: {missing}")
             time.sleep(0.001)
-        if self.error is not None:
-            raise self.error
+        self.raise_if_failed()
 
-    def exchange(self, data: bytes, timeout: float) -> list[bytes]:
-        """Returns the data of all ranks, in the order of ranks."""
+    def exchange(self, call: str, data: bytes, timeout: float) -> list[bytes]:
+        """Returns the data of all ranks, in the order of ranks, if all of them make the same call."""
         self.round += 1
-        self.store.set(f"{self.round}/{self.rank}", data)
+        self.store.set(f"{self.round}/{self.rank}", call.encode() + b"\n" + data)
         if self.round > 2:  # all have read it: else they would not have set what the last round has waited for
             self.store.delete_key(f"{self.round - 2}/{self.rank}")
         keys = [f"{self.round}/{rank}" for rank in range(self.size)]
         self.wait(keys, timeout)
-        return [self.store.get(key) for key in keys]
+        calls, found = zip(*(self.store.get(key).split(b"\n", 1) for key in keys), strict=True)
+        if others := [self.global_ranks[rank] for rank, each in enumerate(calls) if each != calls[self.rank]]:
+            raise CollectiveMismatchError(others, f"ranks {others} do not call {call}, as rank {self.rank} does")
+        return list(found)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
-        for output, data in zip(outputs, self.exchange(to_bytes(tensor), timeout), strict=True):
+        for output, data in zip(outputs, self.exchange("all_gather", to_bytes(tensor), timeout), strict=True):
             copy_bytes(data, output)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> None:
-        prepare(reduction, tensor)
+        call = f"all_reduce {reduction.name} {tensor.dtype} {tensor.numel()}"
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.all_gather(parts, tensor, timeout)
-        tensor.copy_(parts[0])
-        for part in parts[1:]:
-            combine(reduction, tensor, part, tensor)
-        finish(reduction, tensor, self.size)
+        for part, data in zip(
+            parts, self.exchange(call, to_bytes(prepared(reduction, tensor)), timeout), strict=True
+        ):
+            copy_bytes(data, part)
+        combine_all(reduction, parts, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
-        copy_bytes(self.exchange(to_bytes(tensor) if self.rank == root else b"", timeout)[root], tensor)
+        data = to_bytes(tensor) if self.rank == root else b""
+        copy_bytes(self.exchange(f"broadcast {root} {tensor.nbytes}", data, timeout)[root], tensor)
 
     def barrier(self, timeout: float) -> None:
-        self.exchange(b"", timeout)
+        self.exchange("barrier", b"", timeout)
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         self.store.set(self.message_key(self.rank, peer, tag), to_bytes(tensor))

@@ -138,6 +138,18 @@ def test_several_deaths_are_told_one_after_another(detectors):
     assert first.run(next_notice)[:2] == ("lost", 2)
 
 
+def test_a_rank_that_connects_late_is_told_of_an_earlier_death(workers, tmp_path):
+    first, second, third = workers(3)
+    with FileStore(str(tmp_path / "store")) as store:
+        store.set("host/2", HostIdentity.here().to_json())  # its host is known, but it has not connected
+        serving = first.start(start_detector, tmp_path / "store", 0, 3)
+        second.run(start_detector, tmp_path / "store", 1, 3)
+        second.kill()
+        third.run(start_detector, tmp_path / "store", 2, 3)
+        serving.result()
+    assert everywhere([first, third], next_notice) == [("lost", 1, DIED)] * 2
+
+
 def threads_left() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire")]
 

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine
 from gradwire.c10d.engines.reductions import Reduction
-from gradwire.errors import GroupAbortedError, UnsupportedOperationError
+from gradwire.errors import (
+    CollectiveMismatchError,
+    GroupAbortedError,
+    ProcessGroupError,
+    UnsupportedOperationError,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +124,22 @@ def test_a_failed_group_stays_failed_and_can_be_made_again(group, tmp_path):
     everywhere(members, dist.destroy_process_group)
     join_all(members, tmp_path / "another", BACKEND)
     assert everywhere(members, sum_of_ranks) == [[2.0] * 3] * 2
+
+
+def disagree(other: bool) -> Exception:
+    try:
+        dist.all_reduce(torch.ones(2, dtype=torch.int32 if other else torch.float32))
+    except ProcessGroupError as error:
+        return error
+    raise AssertionError("it came out")
+
+
+def test_ranks_whose_calls_differ_are_told(group):
+    """An engine that compared no dtypes would add the bytes of one to those of another."""
+    members = group(2)
+    calling = [each.start(disagree, rank == 1) for rank, each in enumerate(members)]
+    errors = [each.result() for each in calling]
+    assert any(isinstance(each, CollectiveMismatchError) for each in errors)
 
 
 def abort() -> None:
