@@ -31,7 +31,8 @@ def test_random_inputs(target):
 
 def test_messages_of_all_types_are_among_the_inputs():
     types = {agent_pb2.Envelope.FromString(each).type for each in valid_messages()} | set(ANSWER_TYPES)
-    assert types == set(MessageType.values()) - {MessageType.MESSAGE_TYPE_UNSPECIFIED}
+    missing = set(MessageType.values()) - {MessageType.MESSAGE_TYPE_UNSPECIFIED} - types
+    assert not missing, f"{[*map(MessageType.Name, missing)]}: not in REQUESTS of rpc_message_targets.py"
 
 
 def test_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
