@@ -1,5 +1,6 @@
 """`gradwire top`: what it shows of a job, and what it says if it cannot."""
 
+import codecs
 import fcntl
 import io
 import logging
@@ -275,6 +276,7 @@ class Terminal:
         )
         os.close(end)
         self.screen = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
 
     def read(self, pattern):
         """Reads until what is on the screen since the last read matches; returns it, without colours."""
@@ -282,7 +284,9 @@ class Terminal:
         self.screen = ""
         while not re.search(pattern, self.screen, re.S):
             assert select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))[0], self.screen
-            self.screen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self.master, 1 << 16).decode())
+            self.screen += re.sub(
+                r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.decoder.decode(os.read(self.master, 1 << 16))
+            )
         return self.screen
 
     def press(self, keys):
