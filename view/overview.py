@@ -48,6 +48,8 @@ class Viewing(Extension):
         """Finds who waits for whom, when this worker asks the others."""
         self._lost: deque[str] = deque(maxlen=MAX_EVENTS)
         """The names of the workers that were lost, the last ones."""
+        self._left: set[str] = set()
+        """The names of those that have left on purpose."""
         self._log = Tail(LOG_LINES, without="view")  # where the page is: who sees it knows
         self._process = psutil.Process()
         self._process.cpu_percent()  # from which the first answer counts
@@ -76,7 +78,9 @@ class Viewing(Extension):
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Records a worker that is lost."""
         self._malformed.discard(worker.wire_id)
-        if not end.orderly and worker.name not in self._lost:
+        if end.orderly:
+            self._left.add(worker.name)
+        elif worker.name not in self._lost:
             self._lost.append(worker.name)
         self._record("left" if end.orderly else "lost", worker, end.reason)
 
@@ -85,13 +89,14 @@ class Viewing(Extension):
         has_returned = worker.name in self._lost
         if has_returned:
             self._lost.remove(worker.name)
+        self._left.discard(worker.name)
         self._record("returned" if has_returned else "joined", worker, "")
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the state of this worker, as JSON values."""
         now = time.time()
         events = [each for each in list(self._events) if now - each["time"] < EVENTS_S]
-        return snapshot(self.agent, self._process, events, self._log.lines())
+        return snapshot(self.agent, self._process, events, self._log.lines(), self._left.copy())
 
     def close(self) -> None:
         """Keeps no more lines of the log."""

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
@@ -117,8 +117,12 @@ def snapshot(
     process: psutil.Process,
     events: Sequence[Mapping[str, Any]],
     log: Sequence[tuple[float, str]],
+    left: Collection[str],
 ) -> dict[str, Any]:
-    """Returns the state of a worker, with what has happened to others lately and the last lines of its log."""
+    """Returns the state of a worker, with what has happened to others lately and the last lines of its log.
+
+    The workers with the names `left` have left on purpose: nobody has lost them.
+    """
     info = agent.debug_info()
     statistics = agent.extension(CallStatistics)
     return {
@@ -135,7 +139,7 @@ def snapshot(
         },
         "process": _process(process),
         "links": _links(info),
-        "lost": dict(info["lost_workers"]),
+        "lost": {name: reason for name, reason in info["lost_workers"].items() if name not in left},
         "traffic": {**{name: info[name] for name in _TRAFFIC}, "by_worker": info["traffic"]},
         "calls": {
             "is_on": statistics.is_on,

@@ -33,7 +33,7 @@ from typing import ClassVar, Protocol, TypeAlias, final
 
 from torch import Tensor
 
-from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ...errors import CollectiveTimeoutError, ProcessGroupError, StoreError, UnsupportedOperationError
 from ..stores.views import wait_for_keys
 from ..torch_types import TorchStore
 from .reductions import Reduction
@@ -156,12 +156,24 @@ class Setup:
     def wait_for_keys(self, keys: Sequence[str]) -> None:
         """Waits until the store has all keys, of which rank i sets the i-th; see `exchange` for the errors."""
         deadline = time.monotonic() + self.timeout
-        while not wait_for_keys(self.store, keys, min(left := max(deadline - time.monotonic(), 0.0), LOOK_S)):
-            if (cause := self.wait_for_cause(0.0)) is not None:
-                raise cause.with_traceback(None)
+        while not self._has_keys(keys, min(left := max(deadline - time.monotonic(), 0.0), LOOK_S)):
             if left <= LOOK_S and (missing := [i for i, key in enumerate(keys) if not self.store.check([key])]):
                 ranks = ", ".join(str(self.global_ranks[rank]) for rank in missing)
                 raise CollectiveTimeoutError("creating the group", self.timeout, f"rank {ranks}")
+
+    def _has_keys(self, keys: Sequence[str], seconds: float) -> bool:
+        """Waits for so long; raises why the group has failed meanwhile, unless all keys are there."""
+        try:
+            if wait_for_keys(self.store, keys, seconds):
+                return True
+            if (cause := self.wait_for_cause(0.0)) is None:
+                return False
+            if self.store.check(list(keys)):
+                return True
+        except StoreError:  # it may be gone with the rank that serves it
+            if (cause := self.wait_for_cause(LOOK_S)) is None:
+                raise
+        raise cause.with_traceback(None)
 
 
 class Engine(ABC):

@@ -66,9 +66,10 @@ class GlooEngine(AgreeingEngine):
         self._store = PrefixStore("gloo", setup.store)  # C++ keeps its C++ part alive, but not its Python object
         self._failed = threading.Event()
         self._any_source_receives: weakref.WeakSet[_GlooMessage] = weakref.WeakSet()
-        setup.exchange("arrived", "")  # Gloo does not notice that a rank does not come
         try:
             self._gloo: Any = _connect(self._store, setup)
+        except ProcessGroupError:
+            raise
         except RuntimeError as error:
             raise ProcessGroupError(f"Gloo could not connect the ranks: {_first_line(error)}") from error
 
@@ -305,19 +306,21 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     By default Gloo takes the address of the host's name, which may not be reachable. Ranks that share a network
     use its loopback address, unless all of them allow others and name an interface.
     """
-    timeout = timedelta(seconds=setup.timeout)
     hosts = gather_consenting_hosts(
-        setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="Gloo"
+        setup.store, setup.rank, setup.size, setup.wait_for_keys, insecure=setup.insecure, what="Gloo"
     )
-    if os.environ.get(INTERFACE_VARIABLE) and all(host.insecure for host in hosts):
-        return keep_in_children(dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout))
-    is_local = can_share_loopback(hosts)
+    interfaces = os.environ.get(INTERFACE_VARIABLE, "") if all(host.insecure for host in hosts) else ""
+    is_local = not interfaces and can_share_loopback(hosts)
     ports = own_listening_ports() if is_local else set()
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs
     options = gloo._Options()
-    address = LOOPBACK if is_local else address_for_others(store_host(setup.store))
-    options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=setup.timeout)
+    if interfaces:
+        options._devices = [gloo.create_device(interface=each) for each in interfaces.split(",")]
+    else:
+        address = LOOPBACK if is_local else address_for_others(store_host(setup.store))
+        options._devices = [gloo.create_device(hostname=address)]
+    setup.exchange("ready", "")  # in what follows, Gloo does not notice that a rank does not come
     group = keep_in_children(gloo(store, setup.rank, setup.size, options))
     if is_local and len({host.user for host in hosts}) == 1:
         # Gloo's ports let in everybody who says a number. If another user has taken the place of a rank, the group

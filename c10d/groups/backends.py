@@ -142,9 +142,7 @@ class GroupFactory:
                 if global_ranks and "cpu" in backend_devices(self.name):
                     core.add_engine("cpu", self.factory(_engine_setup("cpu", core, connect_s)), self.name)
             except BaseException as error:
-                if isinstance(error, Exception):
-                    core.fail(error)  # tells the other ranks, which may wait for this one
-                core.shutdown()
+                core.shutdown(str(error) or type(error).__name__)  # the other ranks may wait for this one
                 raise
             return core
 
@@ -244,7 +242,7 @@ def best_engine(setup: Setup) -> Engine:
     """Makes the fastest engine that all ranks can use. All ranks must call it together."""
     if setup.device_type == "cuda":
         return _nccl(setup)
-    hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure)
+    hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.wait_for_keys, insecure=setup.insecure)
     return _shm(setup) if can_share_memory(hosts) and is_supported() else _gloo(setup)
 
 

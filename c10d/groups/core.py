@@ -464,12 +464,16 @@ class GroupCore:
             return
         self._end(GroupAbortedError(f"rank {self.rank} aborted the group"))
 
-    def shutdown(self) -> None:
-        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError."""
+    def shutdown(self, reason: str = "") -> None:
+        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError.
+
+        The other ranks are told the reason, if there is one.
+        """
         if self._is_inherited():  # the group is the parent's
             return
         self._drain_engines()
-        self._end(GroupAbortedError(f"rank {self.rank} shut the group down"))
+        error = GroupAbortedError(f"rank {self.rank} shut the group down")
+        self._end(error, f"{LEFT}: {reason}" if reason else "")
         self._finish_close()
 
     def leave_to_reconfigure(self) -> None:

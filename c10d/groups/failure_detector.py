@@ -96,7 +96,7 @@ class Message(NamedTuple):
 
     def to_line(self) -> bytes:
         """Returns the line that is sent."""
-        reason = " ".join(self.reason.split()).encode()[:MAX_REASON_BYTES]
+        reason = " ".join(self.reason.split()).encode(errors="replace")[:MAX_REASON_BYTES]
         return f"{self.keyword} {self.rank} ".encode() + reason + b"\n"
 
 
@@ -166,7 +166,7 @@ class FailureDetector:
                 store,
                 rank,
                 size,
-                timeout_s,
+                lambda keys: store.wait(keys, timedelta(seconds=timeout_s)),
                 insecure=insecure or identity is not None,
                 what="the failure detector",
             )
@@ -279,7 +279,7 @@ class FailureDetector:
             self._writers[rank] = writer
             _enable_keepalive(writer)
             writer.write(b"welcome\n")
-            writer.writelines(each.to_line() for each in self._told)
+            writer.write(b"".join(each.to_line() for each in self._told))
             if not self._missing():
                 all_connected.set()
             self._start_task(self._read_from(rank, reader))

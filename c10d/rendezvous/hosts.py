@@ -2,7 +2,7 @@
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -29,15 +29,16 @@ REFUSAL_TIMEOUT_S = 5.0
 
 
 def gather_hosts(
-    store: TorchStore, rank: int, size: int, timeout_s: float, *, insecure: bool = False
+    store: TorchStore, rank: int, size: int, wait: Callable[[list[str]], object], *, insecure: bool = False
 ) -> list[HostIdentity]:
     """Returns `HostIdentity.here()` of every rank. All ranks must call it, once for a store.
 
-    `insecure` says whether this rank allows connections to other hosts without credentials.
+    `wait` waits until the store has keys, of which rank i sets the i-th. `insecure` says whether this rank allows
+    connections to other hosts without credentials.
     """
     store.set(f"host/{rank}", HostIdentity.here(insecure=insecure).to_json())
     keys = [f"host/{other}" for other in range(size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
+    wait(keys)
     return [HostIdentity.from_json(store.get(key)) for key in keys]
 
 
@@ -63,7 +64,7 @@ def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[i
 
 
 def gather_consenting_hosts(
-    store: TorchStore, rank: int, size: int, timeout_s: float, *, insecure: bool, what: str
+    store: TorchStore, rank: int, size: int, wait: Callable[[list[str]], object], *, insecure: bool, what: str
 ) -> list[HostIdentity]:
     """Returns the same as `gather_hosts`, for ranks that are to be connected without credentials.
 
@@ -71,14 +72,14 @@ def gather_consenting_hosts(
         store: shared by the ranks.
         rank: this process's rank.
         size: the number of ranks.
-        timeout_s: seconds to wait for the other ranks.
+        wait: waits until the store has keys, of which rank i sets the i-th: `setup.wait_for_keys` of an engine.
         insecure: whether this rank allows connections to other hosts without credentials.
         what: connects the ranks, for the message.
 
     Raises:
         ProcessGroupError: the ranks are on several hosts, and not all of them allow it; raised on all ranks.
     """
-    hosts = gather_hosts(store, rank, size, timeout_s, insecure=insecure)
+    hosts = gather_hosts(store, rank, size, wait, insecure=insecure)
     if problem := insecure_problem(hosts, what):
         linger(store, "refused", rank, size, REFUSAL_TIMEOUT_S)
         raise ProcessGroupError(problem)

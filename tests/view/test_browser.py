@@ -12,7 +12,7 @@ from gradwire import rpc
 from gradwire.cli.group import gradwire
 
 from tests.remote_functions import add, set_event, wait_for, wait_until
-from tests.stopped import has_stopped
+from tests.stopped import has_stopped, stopped
 from tests.view import programs
 from tests.view.browser import LONGER, browser_or_skip, pictures
 
@@ -151,10 +151,14 @@ def test_a_page_whose_worker_has_ended_says_so(workers, browser):
     with browser.open(a.run(programs.url), expected="ERR_") as view:
         view.wait_for("2 workers, asked by worker0")
         assert view.page.locator("body.stale").count() == 0
+        with stopped(a):
+            view.wait_for("no answer since [0-9:]+", "#status")
+            view.page.locator("body.stale").wait_for()
+            assert view.page.title().startswith("no answer: ")
+        view.wait_for("2 workers, asked by worker0")
+        assert view.page.locator("body.stale").count() == 0
         a.kill()
-        view.wait_for("no answer since [0-9:]+", "#status")
         view.page.locator("body.stale").wait_for()
-        assert view.page.title().startswith("no answer: ")
     with browser.open(b.run(programs.url)) as view:
         view.wait_for("1 lost", "#alarm")
 
@@ -163,9 +167,9 @@ def test_a_page_whose_worker_has_ended_says_so(workers, browser):
 def test_a_function_that_does_not_return_comes_first(workers, browser):
     a, b = workers.rpc(2, view=VIEW)
     a.run(lambda: [rpc.rpc_sync("worker1", add, (1, 2)) for _ in range(3)] and None)
-    url = a.run(programs.url)
-    waiting = a.start(rpc.rpc_sync, "worker1", wait_for, ("go on",))
-    with browser.open(url) as view:
+    with browser.open(a.run(programs.url)) as view:
+        view.wait_for("add", "#calls")
+        waiting = a.start(rpc.rpc_sync, "worker1", wait_for, ("go on",))
         view.wait_for("wait_for", "#calls")
         first, second = view.rows("calls")
         assert first["function"].endswith(".add")

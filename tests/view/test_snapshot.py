@@ -29,6 +29,26 @@ def states(found):
     return {each["name"]: each["state"] for each in found["workers"]}
 
 
+def test_who_leaves_on_purpose_is_not_lost(workers, tmp_path):
+    a, b = workers(2)
+    for name, each in ("a", a), ("b", b):
+        each.run(join_dynamic_group, name, f"file://{tmp_path}/dynamic")
+    a.run(rpc.rpc_sync, "b", os.getpid)
+    b.run(rpc.shutdown)
+
+    def see_it_leave():
+        wait_until(lambda: "left" in [each["event"] for each in states(job())["a"]["events"]])
+        return states(job())["a"], rpc.debug_info()["lost_workers"]
+
+    state, ended = a.run(see_it_leave)
+    assert ended == {"b": "it has shut down"}
+    assert state["lost"] == {}
+
+
+def join_dynamic_group(name, url):
+    rpc.init_rpc(name, rpc_backend_options=rpc.RpcBackendOptions(init_method=url, view=rpc.View()))
+
+
 def test_a_state_has_the_counts_of_the_worker(workers):
     a, _ = workers.rpc(2, view=rpc.View())
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, final
@@ -129,14 +129,14 @@ class MpiWorld:
             if world is None and (under_mpiexec() or mpi.Is_initialized()):
                 world = cls._current = cls._of_mpiexec(mpi)
             own = ["", -1] if world is None else [world.name, world.comm.rank]
-            store = PrefixStore("mpi", setup.store)
+            setup = replace(setup, store=PrefixStore("mpi", setup.store))
             hosts = gather_consenting_hosts(
-                store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="MPI"
+                setup.store, setup.rank, setup.size, setup.wait_for_keys, insecure=setup.insecure, what="MPI"
             )
             ranks = [_parse(each, str, int) for each in setup.exchange("mpi_world", json.dumps(own))]
             names = {name for name, _ in ranks}
             if names == {""}:
-                world = cls._current = cls._form(mpi, store, setup, hosts)
+                world = cls._current = cls._form(mpi, setup, hosts)
                 return world, list(range(setup.size))
             if len(names) > 1 or len({rank for _, rank in ranks}) < setup.size:
                 raise ProcessGroupError(
@@ -179,7 +179,7 @@ class MpiWorld:
         return cls(mpi, MPIEXEC_WORLD)
 
     @classmethod
-    def _form(cls, mpi: Any, store: PrefixStore, setup: Setup, hosts: Sequence[HostIdentity]) -> Self:
+    def _form(cls, mpi: Any, setup: Setup, hosts: Sequence[HostIdentity]) -> Self:
         """Forms a world of all ranks of a group: initializes MPICH with a PMI server on rank 0."""
         vendor = mpi.get_vendor()[0]
         if vendor != "MPICH":
@@ -187,7 +187,7 @@ class MpiWorld:
                 f"{vendor} forms a world only under its launcher: start the processes with mpiexec, or install "
                 "the mpich wheel, which needs none"
             )
-        server = None
+        server, store = None, setup.store
         if setup.rank == 0:
             listening, host = listen(hosts, store)
             is_of_user = can_share_loopback(hosts) and len({each.user for each in hosts}) == 1
@@ -196,7 +196,7 @@ class MpiWorld:
             address = f"{host}:{listening.getsockname()[1]}"
             for rank, pmi_id in enumerate(server.ids):
                 store.set(f"pmi/{rank}", json.dumps([server.name, address, pmi_id]))
-        store.wait([f"pmi/{setup.rank}"], timedelta(seconds=setup.timeout))
+        setup.wait_for_keys([f"pmi/{setup.rank}"])
         name, address, pmi_id = _parse(store.get(f"pmi/{setup.rank}"), str, str, int)
         variables = {
             "PMI_PORT": address,

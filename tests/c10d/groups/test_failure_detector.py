@@ -53,6 +53,17 @@ def start_detector_with(
     )
 
 
+def start_detector_that_tells(path: Path, file: Path) -> None:
+    """Starts that of rank 0 of 3, which makes a file when a rank is lost, and waits for the others meanwhile."""
+    here["store"] = FileStore(str(path))
+
+    def on_lost(rank: int, why: str) -> None:
+        file.touch()
+        notices.put(("lost", rank, why))
+
+    here["watch"] = FailureDetector(here["store"], 0, 3, 60, on_lost=on_lost, on_left=lambda *_: None)
+
+
 def next_notice() -> tuple[str, int, str]:
     return notices.get(timeout=30)
 
@@ -142,9 +153,10 @@ def test_a_rank_that_connects_late_is_told_of_an_earlier_death(workers, tmp_path
     first, second, third = workers(3)
     with FileStore(str(tmp_path / "store")) as store:
         store.set("host/2", HostIdentity.here().to_json())  # its host is known, but it has not connected
-        serving = first.start(start_detector, tmp_path / "store", 0, 3)
+        serving = first.start(start_detector_that_tells, tmp_path / "store", tmp_path / "lost")
         second.run(start_detector, tmp_path / "store", 1, 3)
         second.kill()
+        wait_until((tmp_path / "lost").exists)
         third.run(start_detector, tmp_path / "store", 2, 3)
         serving.result()
     assert everywhere([first, third], next_notice) == [("lost", 1, DIED)] * 2

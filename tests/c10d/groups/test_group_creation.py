@@ -7,10 +7,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from gradwire.c10d import FileStore, register_engine
+from gradwire.c10d import FileStore, TCPStore, register_engine
 from gradwire.c10d.engines import Engine
 from gradwire.c10d.engines.gloo import GlooEngine
+from gradwire.c10d.engines.mpi.engine import MpiEngine
 from gradwire.c10d.engines.shm.engine import ShmEngine
+from gradwire.c10d.groups.backends import best_engine
 from gradwire.errors import RankLostError
 
 from tests.c10d.members import JOIN_TIMEOUT
@@ -26,27 +28,42 @@ class Exchanging(Engine):
         setup.exchange("here", "")
 
 
-ENGINES = {each.name: each for each in (Exchanging, GlooEngine, ShmEngine)}
+ENGINES = {
+    "exchanging": Exchanging,
+    "gloo": GlooEngine,
+    "mpi": MpiEngine,
+    "shm": ShmEngine,
+    "the best": best_engine,
+}
 
 
-def create(path, rank, name, ends):
-    """Makes a group of three ranks; the engine of rank 1 cannot be made."""
+def create_by_file(path, rank, name, ends):
+    """Makes a group of three ranks with a store in a file."""
+    with FileStore(str(path), 3) as store:
+        return create(store, rank, name, 1, ends)
+
+
+def create_by_server(port, rank):
+    """Makes a group of three ranks with a store that rank 0 serves."""
+    with TCPStore("127.0.0.1", port, 3, rank == 0) as store:
+        return create(store, rank, "shm", 0, "raises")
+
+
+def create(store, rank, name, failing, ends):
+    """Makes a group of three ranks, the engine of one of which cannot be made. Returns the error."""
 
     def make(setup):
-        if setup.rank == 1:
+        if setup.rank == failing:
             if ends == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("there is no such device")
         return ENGINES[name](setup)
 
     register_engine("failing", make, devices=["cpu"])
-    store = FileStore(str(path), 3)
     try:
         dist.init_process_group("failing", store=store, rank=rank, world_size=3, timeout=JOIN_TIMEOUT)
     except Exception as error:
         return error
-    finally:
-        store.close()
     return None
 
 
@@ -55,7 +72,9 @@ def create(path, rank, name, ends):
 def test_the_others_are_told(workers, tmp_path, name, ends):
     assert timedelta(seconds=100) < JOIN_TIMEOUT
     members = workers(3)
-    creating = [each.start(create, tmp_path / "store", rank, name, ends) for rank, each in enumerate(members)]
+    creating = [
+        each.start(create_by_file, tmp_path / "store", rank, name, ends) for rank, each in enumerate(members)
+    ]
     for rank in (0, 2):
         error = creating[rank].result()
         assert isinstance(error, RankLostError)
@@ -64,3 +83,14 @@ def test_the_others_are_told(workers, tmp_path, name, ends):
         assert re.search(wanted, str(error)), error
     if ends == "raises":
         assert isinstance(creating[1].result(), OSError)
+
+
+def test_they_are_told_of_the_rank_that_serves_the_store(workers, free_port):
+    members = workers(3)
+    creating = [each.start(create_by_server, free_port, rank) for rank, each in enumerate(members)]
+    for rank in (1, 2):
+        error = creating[rank].result()
+        assert isinstance(error, RankLostError), error
+        assert error.rank == 0
+        assert "there is no such device" in str(error)
+    assert isinstance(creating[0].result(), OSError)
