@@ -34,7 +34,8 @@ def run_quickly(python):
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
-def test_a_program_and_its_workers_run_on_gradwire_unmodified(run_quickly, start_method):
+def test_a_program_and_its_workers_run_on_gradwire_unmodified(run_quickly, start_method, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     # New interpreters take seconds to load what a step of torch.optim needs.
     what = "train" if start_method == "fork" else "call"
     stepped = "; stepped to 0.0" if what == "train" else ""

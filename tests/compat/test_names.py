@@ -11,6 +11,7 @@ from gradwire import compat, rpc
 from gradwire.compat import group
 from gradwire.rpc.contracts.agent import current_agent
 
+from tests.ports import free_port
 from tests.remote_functions import event, set_event
 
 
@@ -196,16 +197,9 @@ def test_rpc_and_a_process_group_share_a_port(workers, tmp_path):
         torch.distributed.destroy_process_group()
         return summed.item(), answer
 
-    port = started[0].run(free_port)
+    port = free_port()
     pending = [worker.start(on_torch_names, main, rank, port) for rank, worker in enumerate(started)]
     assert [p.result() for p in pending] == [(2.0, 5)] * 2
-
-
-def free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_options_are_torchs(workers):

@@ -1,5 +1,6 @@
 """gradwire works with a torch that has no RPC, and `gradwire run` provides it there."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ ACCIDENTAL = {"method_factory", "new_method"}
 
 @pytest.mark.timeout(420)  # importing torch takes long on a busy machine
 @pytest.mark.parametrize("removed", ["python", "c++"])
-def test_a_torch_without_rpc(removed, tmp_path):
+def test_a_torch_without_rpc(removed, tmp_path, free_port):
     """New interpreters: torch must be imported without it."""
     done = subprocess.run(
         [
@@ -34,6 +35,7 @@ def test_a_torch_without_rpc(removed, tmp_path):
         capture_output=True,
         text=True,
         timeout=400,
+        env={**os.environ, "MASTER_PORT": str(free_port)},
     )
     assert done.returncode == 0, done.stderr
     *names, last = done.stdout.splitlines()

@@ -88,11 +88,14 @@ def spawned_runs(program: str, agent: str, runs: int) -> Report:
     """Runs a program `runs` times as a user does, in new interpreters."""
     report = Report(program, agent, runs)
     path = str(ROOT.joinpath(*program.split(".")).with_suffix(".py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     layer = ["-m", "gradwire.compat"] if agent == "gradwire" else []
     arguments = ["--epochs", "1", "--quiet"] if agent == "example" else []
     for _ in range(runs):
         command = [sys.executable, *layer, path, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env=environment, check=False
+        )
         report.add(done.stderr)
         if done.returncode:
             report.failed.append(done.stderr)

@@ -25,13 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.c10d.members import everywhere
 
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
 # Groups
 
 

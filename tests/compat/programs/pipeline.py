@@ -1,7 +1,6 @@
 """A program for torch.distributed.rpc: a model in two stages, with micro-batches in flight."""
 
 import os
-import socket
 import threading
 
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
+
+from tests.ports import free_port
 
 WORLD_SIZE = 3
 
@@ -76,6 +77,4 @@ def main(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        free = listening.getsockname()[1]
-    mp.spawn(main, args=(free,), nprocs=WORLD_SIZE)
+    mp.spawn(main, args=(free_port(),), nprocs=WORLD_SIZE)

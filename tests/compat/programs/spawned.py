@@ -1,7 +1,9 @@
-"""A typical program for torch.distributed.rpc: it spawns its workers, which call each other."""
+"""A typical program for torch.distributed.rpc: it spawns its workers, which call each other.
+
+MASTER_PORT in the environment says by which port they find each other.
+"""
 
 import os
-import socket
 import sys
 
 import torch
@@ -29,8 +31,8 @@ def train_one_step(to: str) -> float:
     return parameter.to_here().sum().item()
 
 
-def main(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def main(rank: int) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other = f"worker{1 - rank}"
@@ -42,7 +44,5 @@ def main(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    mp.start_processes(main, args=(port,), nprocs=2, start_method=sys.argv[1])
+    mp.start_processes(main, nprocs=2, start_method=sys.argv[1])
     print(f"done {sys.argv[1:]}", flush=True)
