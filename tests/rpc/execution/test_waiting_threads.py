@@ -104,7 +104,7 @@ def test_a_segment_comes_back_with_the_answer(two_workers):
             assert torch.equal(rpc.rpc_sync("worker1", identity, (tensor,)), tensor)
         return used_bytes() - before == 4 * elements
 
-    # Now and then, a thread lets go of an argument only after it has answered: then two segments are needed.
+    # If another thread completes a call, as happens now and then, it may have the value when the next is sent.
     assert any(a.run(needs_one_segment, ELEMENTS << number) for number in range(3))
 
 
